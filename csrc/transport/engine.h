@@ -1,0 +1,168 @@
+// The transport engine: one a process, one thread, the one owner of all lanes.
+//
+// It moves messages (bytes with a key) between the processes of a job. It knows peers, lanes, sizes
+// and priorities, and nothing of tensors, collectives or torch. Anybody may Post work to its
+// thread; everything else is called on that thread ("engine thread only"), and so are all
+// callbacks, which must not block: no GIL, no disk, no lock that is held for long, because
+// heartbeats and every peer's traffic wait meanwhile.
+//
+// A message is matched by (source, channel, id). Receives land in their final buffer. What arrives
+// before its receive is kept, up to a bound a peer; senders know the bound and hold back (credit),
+// so nothing is dropped.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "transport/wire/wire.h"
+
+namespace geomesh::transport {
+
+// A process known to this engine. Dense from 0 in the order of AddPeer; never reused.
+enum class PeerId : uint32_t {};
+
+// Names this run of a process: random, so that an old incarnation is never taken for the new one.
+struct ProcessUid {
+  uint64_t high = 0;
+  uint64_t low = 0;
+  friend bool operator==(const ProcessUid&, const ProcessUid&) = default;
+};
+
+// What a process tells the others about itself, through the rendezvous store. Serialized with a
+// version, a length and a checksum; Parse trusts nothing.
+struct PeerRecord {
+  ProcessUid uid;
+  int rank = -1;        // in the group whose rendezvous this is
+  std::string host;     // for errors
+  std::string region;   // GEOMESH_REGION; may be empty
+  std::string wire;     // Wire::name()
+  std::string address;  // Wire::Listen()
+  std::string
+      topology_fingerprint;  // of the plan's topology: equal on all ranks, or no common plan exists
+
+  std::string Serialize() const;
+  static absl::StatusOr<PeerRecord> Parse(std::string_view bytes);
+};
+
+// Which message: `channel` is a group's nonce, `id` counts within it (exec lays out operation and
+// step in it).
+struct MessageKey {
+  uint64_t channel = 0;
+  uint64_t id = 0;
+  friend bool operator==(const MessageKey&, const MessageKey&) = default;
+  template <typename H>
+  friend H AbslHashValue(H h, const MessageKey& k) {
+    return H::combine(std::move(h), k.channel, k.id);
+  }
+};
+
+// One message's envelope. `fingerprint` is compared with the receiver's at the match (0 on either
+// side: not compared); a difference means that the two sides call different operations, and ends
+// both with FailedPrecondition naming both.
+struct Envelope {
+  MessageKey key;
+  uint32_t fingerprint = 0;
+};
+
+struct EngineOptions {
+  int lanes = 0;                        // a peer; 0: chosen (1 on the same host, more elsewhere)
+  int64_t unexpected_bytes = 32 << 20;  // a peer: what it may send before the receive is posted
+  absl::Duration heartbeat = absl::Milliseconds(250);
+  absl::Duration suspect_after = absl::Seconds(3);  // silent that long: logged and named
+  absl::Duration dead_after = absl::Seconds(20);    // silent that long: given up
+  absl::Duration connect_timeout = absl::Seconds(30);
+};
+
+struct PeerStats {
+  std::string description;  // "rank 2 on host b (eastasia)"
+  int lanes = 0;
+  uint64_t bytes_sent = 0, bytes_received = 0;  // payload
+  uint64_t segments_sent = 0, segments_received = 0;
+  uint64_t unexpected_bytes = 0;                 // now
+  double delivery_bytes_per_s = 0;               // measured from acks; 0: not yet known
+  absl::Duration rtt = absl::ZeroDuration();     // from acks; 0: not yet known
+  absl::Duration silent = absl::ZeroDuration();  // since anything was heard
+};
+
+class Engine {
+ public:
+  using SendDone = absl::AnyInvocable<void(const absl::Status&) &&>;
+  // Bytes received: at most the buffer's size, less where the sender's message was shorter.
+  using RecvDone = absl::AnyInvocable<void(absl::StatusOr<size_t>) &&>;
+
+  // Starts listening and the engine thread.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(EngineOptions options,
+                                                        std::unique_ptr<Wire> wire);
+
+  // Stops the thread; pending operations end with Cancelled first. Callable from any thread but the
+  // engine's.
+  ~Engine();
+
+  // ---- any thread ----
+
+  const ProcessUid& uid() const;
+  std::string_view wire_name() const;
+  const std::string& address() const;  // of this process, for PeerRecord
+
+  // Runs `work` on the engine thread, in the order of the calls of one thread. After destruction
+  // has begun: dropped.
+  void Post(absl::AnyInvocable<void() &&> work);
+
+  // Posts and waits for the result. Not from the engine thread.
+  template <typename F>
+  auto Call(F f);
+
+  // ---- engine thread only ----
+
+  // Makes a process known and starts connecting in the background: the one with the smaller uid
+  // dials. A process known already gives its first id again. This process itself may be added:
+  // messages to self are copied.
+  absl::StatusOr<PeerId> AddPeer(const PeerRecord& record);
+
+  // `bytes` stay valid and unchanged until `done`, which runs once the bytes are on their way, or
+  // with the reason why not. Never calls `done` before it returns. `urgency` refines the
+  // scheduler's order: smaller goes first among equals.
+  void Send(PeerId peer, Envelope envelope, absl::Span<const std::byte> bytes, SendDone done,
+            int urgency = 0);
+
+  // One receive for one message. A longer message than the buffer is an error on this side
+  // (InvalidArgument with both sizes), not an overrun. Zero-byte messages are allowed. Never calls
+  // `done` before it returns.
+  void Recv(PeerId peer, Envelope envelope, absl::Span<std::byte> buffer, RecvDone done);
+
+  // Ends everything pending in a channel with `reason`, drops what arrived unexpectedly, and
+  // refuses what comes later. Memory of pending requests is free for reuse when their `done` has
+  // run. Tells every peer in `tell` (with the text), whose engines then call their OnChannelClosed
+  // handler: how an error on one rank ends the operation on the others.
+  void CloseChannel(uint64_t channel, const absl::Status& reason, absl::Span<const PeerId> tell);
+
+  // `on_peer_lost` runs for each peer of the channel when it is given up; `on_closed` when a peer
+  // closed the channel.
+  struct ChannelEvents {
+    absl::AnyInvocable<void(PeerId, const absl::Status&)> on_peer_lost;
+    absl::AnyInvocable<void(PeerId, const absl::Status&)> on_closed;
+  };
+  void OpenChannel(uint64_t channel, std::vector<PeerId> peers, ChannelEvents events);
+
+  // Runs `work` on the engine thread at `when` (deadlines). Returns an id for CancelTimer; a timer
+  // that ran is forgotten.
+  uint64_t AddTimer(absl::Time when, absl::AnyInvocable<void() &&> work);
+  void CancelTimer(uint64_t timer);
+
+  // Bytes not yet handed to the wire, over all peers or for one: what a graceful end waits for.
+  int64_t unsent_bytes() const;
+
+  std::vector<PeerStats> Stats() const;
+  std::string DescribePeer(PeerId peer) const;
+};
+
+}  // namespace geomesh::transport
