@@ -3,7 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
+
+#include "absl/strings/string_view.h"
 
 namespace geomesh {
 
@@ -42,7 +43,7 @@ constexpr size_t SizeOf(DType dtype) {
 }
 
 // The name PyTorch users know ("float32", "bfloat16", ...).
-constexpr std::string_view Name(DType dtype) {
+constexpr absl::string_view Name(DType dtype) {
   switch (dtype) {
     case DType::kF32:
       return "float32";

@@ -16,7 +16,7 @@ namespace {
 
 LogLevel LevelFromEnvironment() {
   const char* text = std::getenv("GEOMESH_LOG_LEVEL");
-  const std::string_view value = text == nullptr ? "" : text;
+  const absl::string_view value = text == nullptr ? "" : text;
   if (value == "error") return LogLevel::kError;
   if (value == "info") return LogLevel::kInfo;
   if (value == "debug") return LogLevel::kDebug;
@@ -27,7 +27,7 @@ struct State {
   std::atomic<LogLevel> level{LevelFromEnvironment()};
   std::mutex mutex;  // guards the two below and keeps lines whole
   std::string identity;
-  std::function<void(LogLevel, std::string_view)> sink;
+  std::function<void(LogLevel, absl::string_view)> sink;
 };
 
 // Never destroyed: threads may log while the process exits.
@@ -53,19 +53,19 @@ void SetLogIdentity(std::string identity) {
   state.identity = std::move(identity);
 }
 
-void SetLogSink(std::function<void(LogLevel, std::string_view)> sink) {
+void SetLogSink(std::function<void(LogLevel, absl::string_view)> sink) {
   State& state = GetState();
   std::lock_guard<std::mutex> lock(state.mutex);
   state.sink = std::move(sink);
 }
 
-void Log(LogLevel level, std::string_view component, std::string_view message) {
+void Log(LogLevel level, absl::string_view component, absl::string_view message) {
   if (!LogEnabled(level)) return;
   State& state = GetState();
   const std::string time = absl::FormatTime("%H:%M:%E3S", absl::Now(), absl::LocalTimeZone());
   std::lock_guard<std::mutex> lock(state.mutex);
   const std::string line =
-      absl::StrCat("geomesh ", std::string_view(&kLetters[static_cast<int>(level)], 1), " ", time,
+      absl::StrCat("geomesh ", absl::string_view(&kLetters[static_cast<int>(level)], 1), " ", time,
                    " ", state.identity.empty() ? "" : absl::StrCat("[", state.identity, "] "),
                    component, ": ", message);
   if (state.sink) {

@@ -8,14 +8,15 @@
 
 #include <functional>
 #include <string>
-#include <string_view>
+
+#include "absl/strings/string_view.h"
 
 namespace geomesh {
 
 enum class LogLevel : int { kError = 0, kWarning = 1, kInfo = 2, kDebug = 3 };
 
 // Writes one line if `level` is enabled. `component` is the storey ("transport", "wire/ucx", ...).
-void Log(LogLevel level, std::string_view component, std::string_view message);
+void Log(LogLevel level, absl::string_view component, absl::string_view message);
 
 // True if a line of this level would be written: guards the making of costly messages.
 bool LogEnabled(LogLevel level);
@@ -26,6 +27,6 @@ void SetLogLevel(LogLevel level);
 void SetLogIdentity(std::string identity);
 
 // Replaces stderr as the destination (tests); nullptr restores it.
-void SetLogSink(std::function<void(LogLevel, std::string_view line)> sink);
+void SetLogSink(std::function<void(LogLevel, absl::string_view line)> sink);
 
 }  // namespace geomesh

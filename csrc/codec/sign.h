@@ -15,11 +15,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "base/dtype.h"
 
@@ -36,8 +36,8 @@ struct Piece {
   DType dtype = DType::kF32;  // of `current`: kF32, kBF16 or kF16
   int64_t elements = 0;
   int64_t row_elements =
-      0;                  // rows that are entirely zero stay exactly zero; 0: the piece is one row
-  std::string_view name;  // for errors ("transformer.h.0.attn.weight")
+      0;                   // rows that are entirely zero stay exactly zero; 0: the piece is one row
+  absl::string_view name;  // for errors ("transformer.h.0.attn.weight")
 };
 
 // What both sides must agree on besides the bytes.

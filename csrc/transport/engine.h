@@ -15,12 +15,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "transport/wire/wire.h"
@@ -50,7 +50,7 @@ struct PeerRecord {
       topology_fingerprint;  // of the plan's topology: equal on all ranks, or no common plan exists
 
   std::string Serialize() const;
-  static absl::StatusOr<PeerRecord> Parse(std::string_view bytes);
+  static absl::StatusOr<PeerRecord> Parse(absl::string_view bytes);
 };
 
 // Which message: `channel` is a group's nonce, `id` counts within it (exec lays out operation and
@@ -110,7 +110,7 @@ class Engine {
   // ---- any thread ----
 
   const ProcessUid& uid() const;
-  std::string_view wire_name() const;
+  absl::string_view wire_name() const;
   const std::string& address() const;  // of this process, for PeerRecord
 
   // Runs `work` on the engine thread, in the order of the calls of one thread. After destruction

@@ -10,10 +10,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 namespace geomesh::transport {
@@ -62,7 +62,7 @@ class Wire {
   virtual ~Wire() = default;
 
   // "ucx", "tls", "fake": peers must use the same.
-  virtual std::string_view name() const = 0;
+  virtual absl::string_view name() const = 0;
 
   // Starts listening. Returns the address blob that peers dial, with length and checksum inside; it
   // also holds what both sides must have equal (segment sizes, version), which Dial compares.
@@ -73,7 +73,7 @@ class Wire {
   // the first of `lanes` consecutive ids at once; OnLaneUp or OnLaneLost follows for each. `hello`
   // (at most kMaxHelloBytes, copied) is what the other side's OnLaneAccepted sees. InvalidArgument
   // when the blob is damaged or its wire settings differ from ours.
-  virtual absl::StatusOr<LaneId> Dial(std::string_view address, std::string_view peer, int lanes,
+  virtual absl::StatusOr<LaneId> Dial(absl::string_view address, absl::string_view peer, int lanes,
                                       absl::Span<const std::byte> hello) = 0;
 
   // Sends one segment. The spans stay valid and unchanged until OnPosted. Never blocks.

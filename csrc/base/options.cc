@@ -1,0 +1,228 @@
+#include "base/options.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/status_macros.h"
+
+namespace geomesh {
+namespace {
+
+using Setter = absl::Status (*)(Options& options, absl::string_view text);
+
+struct Entry {
+  OptionInfo info;
+  Setter set;  // null: read elsewhere
+};
+
+absl::Status SetInteger(int64_t& field, absl::string_view text, int64_t least, int64_t most) {
+  int64_t value = 0;
+  if (!absl::SimpleAtoi(text, &value) || value < least || value > most) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("takes a whole number from ", least, " to ", most));
+  }
+  field = value;
+  return absl::OkStatus();
+}
+
+// "64K", "32M", "1G" or plain bytes.
+absl::Status SetBytes(int64_t& field, absl::string_view text, int64_t least) {
+  int64_t unit = 1;
+  absl::string_view digits = text;
+  if (!digits.empty()) {
+    switch (absl::ascii_toupper(digits.back())) {
+      case 'K':
+        unit = int64_t{1} << 10;
+        break;
+      case 'M':
+        unit = int64_t{1} << 20;
+        break;
+      case 'G':
+        unit = int64_t{1} << 30;
+        break;
+    }
+    if (unit != 1) digits.remove_suffix(1);
+  }
+  int64_t value = 0;
+  if (!absl::SimpleAtoi(digits, &value) || value < 0 || value > (int64_t{1} << 40) / unit ||
+      value * unit < least) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("takes bytes, at least ", least,
+                     ", as a whole number with K, M or G behind it or nothing"));
+  }
+  field = value * unit;
+  return absl::OkStatus();
+}
+
+absl::Status SetDuration(absl::Duration& field, absl::string_view text, absl::Duration least) {
+  absl::Duration value;
+  if (!absl::ParseDuration(text, &value) || value < least) {
+    return absl::InvalidArgumentError(absl::StrCat("takes a duration of at least ",
+                                                   absl::FormatDuration(least),
+                                                   ", such as 500ms, 20s or 2m"));
+  }
+  field = value;
+  return absl::OkStatus();
+}
+
+absl::Status SetPorts(PortRange& field, absl::string_view text) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(text, '-');
+  uint32_t first = 0;
+  uint32_t last = 0;
+  const bool ok =
+      (parts.size() == 1 || parts.size() == 2) && absl::SimpleAtoi(parts.front(), &first) &&
+      absl::SimpleAtoi(parts.back(), &last) && first >= 1 && first <= last && last <= 65535;
+  if (!ok)
+    return absl::InvalidArgumentError("takes one port or a range of ports, such as 23000-23100");
+  field = PortRange{static_cast<uint16_t>(first), static_cast<uint16_t>(last)};
+  return absl::OkStatus();
+}
+
+constexpr Entry kTable[] = {
+    {{"region", "GEOMESH_REGION", "text", "",
+      "Region of this process, as the topology file names it. Without one all ranks count as one "
+      "region."},
+     [](Options& o, absl::string_view text) {
+       o.region = std::string(text);
+       return absl::OkStatus();
+     }},
+    {{"topology", "GEOMESH_TOPOLOGY", "text", "",
+      "Topology file (or the name of a shipped one, such as azure-4) that plans are made for. The "
+      "same on all ranks."},
+     [](Options& o, absl::string_view text) {
+       o.topology = std::string(text);
+       return absl::OkStatus();
+     }},
+    {{"wire", "GEOMESH_WIRE", "choice", "ucx", "What carries the bytes: ucx."},
+     [](Options& o, absl::string_view text) {
+       if (text != "ucx") return absl::InvalidArgumentError("takes ucx");
+       o.wire = std::string(text);
+       return absl::OkStatus();
+     }},
+    {{"interface", "GEOMESH_INTERFACE", "text", "",
+      "Network interface (eth0) or own address (10.0.0.5) to use. Without one: the interface by "
+      "which this machine "
+      "reaches MASTER_ADDR."},
+     [](Options& o, absl::string_view text) {
+       o.interface = std::string(text);
+       return absl::OkStatus();
+     }},
+    {{"ports", "GEOMESH_PORTS", "ports", "",
+      "Range of TCP ports to listen on, such as 23000-23100. Without one the system chooses."},
+     [](Options& o, absl::string_view text) { return SetPorts(o.ports, text); }},
+    {{"lanes", "GEOMESH_LANES", "integer", "0",
+      "Connections to each peer. 0: one inside a host, more between hosts."},
+     [](Options& o, absl::string_view text) { return SetInteger(o.lanes, text, 0, 64); }},
+    {{"unexpected_bytes", "GEOMESH_UNEXPECTED_BYTES", "bytes", "32M",
+      "What a peer may send ahead of the receive that takes it. Both ends must have the same."},
+     [](Options& o, absl::string_view text) {
+       return SetBytes(o.unexpected_bytes, text, 1 << 20);
+     }},
+    {{"suspect_after", "GEOMESH_SUSPECT_AFTER", "duration", "3s",
+      "A peer that is silent for so long is suspected, and named in the log."},
+     [](Options& o, absl::string_view text) {
+       return SetDuration(o.suspect_after, text, absl::Milliseconds(100));
+     }},
+    {{"dead_after", "GEOMESH_DEAD_AFTER", "duration", "20s",
+      "A peer that is silent for so long is given up."},
+     [](Options& o, absl::string_view text) {
+       return SetDuration(o.dead_after, text, absl::Milliseconds(200));
+     }},
+    {{"linger", "GEOMESH_LINGER", "duration", "10s",
+      "How long the end of a group waits for sends that are still under way."},
+     [](Options& o, absl::string_view text) {
+       return SetDuration(o.linger, text, absl::ZeroDuration());
+     }},
+    {{"", "GEOMESH_LOG_LEVEL", "choice", "warning", "error, warning, info or debug."}, nullptr},
+    {{"", "GEOMESH_UCX_ROOT", "text", "",
+      "When building: prefix of a system UCX of at least 1.13, instead of the libucx wheel."},
+     nullptr},
+    {{"", "GEOMESH_WAN_BINARY", "text", "",
+      "The emulator's program, where it isn't in the package."},
+     nullptr},
+};
+
+// Levenshtein distance; names are short.
+size_t EditDistance(absl::string_view a, absl::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({row[j] + 1, row[j + 1] + 1, replaced});
+    }
+  }
+  return row.back();
+}
+
+absl::Status Named(absl::string_view what, absl::string_view text, const absl::Status& status) {
+  if (status.ok()) return status;
+  return absl::InvalidArgumentError(absl::StrCat(what, "='", text, "': ", status.message()));
+}
+
+}  // namespace
+
+absl::StatusOr<Options> Options::FromEnvironment() {
+  Options options;
+  options.wire = "ucx";
+  for (const Entry& entry : kTable) {
+    const char* text = std::getenv(entry.info.variable.data());
+    if (text == nullptr || entry.set == nullptr) continue;
+    GM_RETURN_IF_ERROR(Named(entry.info.variable, text, entry.set(options, text)));
+  }
+  return options;
+}
+
+absl::Status Options::Set(absl::string_view name, absl::string_view text) {
+  for (const Entry& entry : kTable) {
+    if (entry.set != nullptr && entry.info.name == name)
+      return Named(name, text, entry.set(*this, text));
+  }
+  std::string known;
+  for (const Entry& entry : kTable) {
+    if (entry.set != nullptr) absl::StrAppend(&known, known.empty() ? "" : ", ", entry.info.name);
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("no option is named '", name, "'; there are ", known));
+}
+
+absl::Span<const OptionInfo> OptionTable() {
+  static const std::vector<OptionInfo>* table = [] {
+    auto* infos = new std::vector<OptionInfo>;
+    for (const Entry& entry : kTable) infos->push_back(entry.info);
+    return infos;
+  }();
+  return *table;
+}
+
+std::vector<std::string> UnknownVariables(absl::Span<const std::string> names) {
+  std::vector<std::string> sentences;
+  for (const std::string& name : names) {
+    if (!absl::StartsWith(name, "GEOMESH_")) continue;
+    const Entry* nearest = nullptr;
+    size_t best = 0;
+    for (const Entry& entry : kTable) {
+      const size_t distance = EditDistance(name, entry.info.variable);
+      if (nearest == nullptr || distance < best) {
+        nearest = &entry;
+        best = distance;
+      }
+    }
+    if (best == 0) continue;
+    sentences.push_back(absl::StrCat(
+        "the variable ", name, " is not one of torch_geomesh's and has no effect; did you mean ",
+        nearest->info.variable, "?"));
+  }
+  return sentences;
+}
+
+}  // namespace geomesh

@@ -1,0 +1,57 @@
+// The one table of options: name, GEOMESH_ variable, type, default, meaning. Parsing, `geomesh
+// options` and the docs page are made from it. Knows no user of an option.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+
+namespace geomesh {
+
+struct PortRange {
+  uint16_t first = 0;  // 0: any port
+  uint16_t last = 0;
+};
+
+struct Options {
+  std::string region;
+  std::string topology;
+  std::string wire;
+  std::string interface;
+  PortRange ports;
+  int64_t lanes = 0;
+  int64_t unexpected_bytes = 32 << 20;
+  absl::Duration suspect_after = absl::Seconds(3);
+  absl::Duration dead_after = absl::Seconds(20);
+  absl::Duration linger = absl::Seconds(10);
+
+  // Every variable of the table that is set in the environment, over the defaults.
+  // InvalidArgument names the variable, its value and what it takes.
+  static absl::StatusOr<Options> FromEnvironment();
+
+  // Sets one option by its name ("dead_after") from text ("20s").
+  absl::Status Set(absl::string_view name, absl::string_view text);
+};
+
+struct OptionInfo {
+  absl::string_view name;           // empty: a variable that something else than the engine reads
+  absl::string_view variable;       // "GEOMESH_LANES"
+  absl::string_view type;           // "integer", "bytes", "duration", "text", "ports", "choice"
+  absl::string_view default_value;  // as text that Set takes
+  absl::string_view meaning;
+};
+
+// All options, in the order of the documentation.
+absl::Span<const OptionInfo> OptionTable();
+
+// A sentence for every variable in `names` that begins with GEOMESH_ and isn't in the table, with
+// the nearest name.
+std::vector<std::string> UnknownVariables(absl::Span<const std::string> names);
+
+}  // namespace geomesh
