@@ -11,6 +11,11 @@
 // (all-reduce, broadcast, reduce) has output blocks only, which hold the rank's contribution at the
 // start. A chunk is slice `slice` of `slices` equal slices of a block; its bounds are given by
 // SliceBounds, equally on all ranks.
+//
+// Memory that a caller may share between buffers: input 0 with output `rank` (all-gather, and
+// gather on the root), input `rank` with output 0 (reduce-scatter, and scatter on the root), input
+// 0 with output 0 (sign all-reduce). Programs are ordered for that; a kCopy of a chunk onto itself
+// is then a no-op.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +27,9 @@
 namespace geomesh::plan {
 
 enum class Buffer : uint8_t { kInput, kOutput, kScratch };
+
+// The block of a chunk of no bytes: a message that only says "I got here" (barrier).
+inline constexpr uint32_t kNoBlock = UINT32_MAX;
 
 struct Chunk {
   Buffer buffer = Buffer::kOutput;
@@ -42,7 +50,7 @@ inline constexpr int64_t kPlainGranule = 64;
 SliceRange SliceBounds(int64_t elements, uint32_t slice, uint32_t slices, int64_t granule);
 
 enum class StepKind : uint8_t {
-  kSend,       // src -> message `message` to `peer`
+  kSend,       // src -> message `message` to `peer`; done when src may be overwritten
   kRecv,       // message `message` from `peer` -> dst
   kReduce,     // dst = dst (op) src, element by element; the order of operands is fixed: dst on the
                // left
@@ -64,9 +72,11 @@ struct Step {
 };
 
 enum class ScratchKind : uint8_t {
-  kPlain,        // as many elements as `like`, of the call's dtype
-  kEncoded,      // room for a code of `like`
-  kAccumulator,  // rotated fp32 sum for `like`
+  kPlain,    // as many elements as `like`, of the call's dtype
+  kEncoded,  // room for a code of `like`; it remembers the code's length, which kEncode, kRecode
+             // and kRecv set and kSend sends
+  kAccumulator,  // rotated fp32 sum for `like`, zero at the start; kRecode and kDecodeFinish use it
+                 // up
 };
 
 struct ScratchBlock {
