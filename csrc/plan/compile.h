@@ -32,6 +32,9 @@ struct CallShape {
   SignForm form = SignForm::kChosen;
 };
 
+// Calls of the same size class get the same program: bytes up to the next power of two, or 0.
+int SizeClass(int64_t bytes);
+
 absl::StatusOr<Program> Compile(const CallShape& shape, const Topology& topology, int rank);
 
 // Remembers compiled programs by call shape, with bytes as a size class. Thread-safe.

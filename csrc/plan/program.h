@@ -112,10 +112,18 @@ enum class Collective : uint8_t {
                    // mean
 };
 
+// Whether `root` of a call means something (kSendRecv has a peer instead).
+constexpr bool HasRoot(Collective c) {
+  return c == Collective::kBroadcast || c == Collective::kReduce || c == Collective::kGather ||
+         c == Collective::kScatter;
+}
+
 const char* Name(Collective collective);
 const char* Name(StepKind kind);
 
 // A table of the steps, one a line, for people.
 std::string ToString(const Program& program);
+std::string ToString(const Step& step);
+std::string ToString(const Chunk& chunk);
 
 }  // namespace geomesh::plan
