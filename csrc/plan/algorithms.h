@@ -31,6 +31,31 @@ Program DirectBarrier(const CallShape& shape, const Topology& topology, int rank
 Program DisseminationBarrier(const CallShape& shape, const Topology& topology, int rank);
 Program SendRecv(const CallShape& shape, const Topology& topology, int rank);
 
+// sign.cc: all-reduce of sign codes.
+Program SignExchange(const CallShape& shape, const Topology& topology, int rank);
+Program SignExchangeByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program SignReduceAndRecode(const CallShape& shape, const Topology& topology, int rank);
+
+// Ranks that are close to each other: what goes from one group to another crosses once, to one
+// rank of the other group, which passes it on.
+class Groups {
+ public:
+  static Groups EachAlone(const Topology& topology);  // nothing is passed on
+  static Groups ByRegion(const Topology& topology);   // regions without ranks left out
+
+  size_t size() const { return members_.size(); }
+  const std::vector<int>& members(size_t group) const { return members_[group]; }
+  size_t group_of(int rank) const { return group_of_[rank]; }
+  // The member of `group` that takes item `item` in and passes it on; spread over the members.
+  int gate(size_t group, size_t item) const {
+    return members_[group][item % members_[group].size()];
+  }
+
+ private:
+  std::vector<std::vector<int>> members_;  // ascending
+  std::vector<size_t> group_of_;
+};
+
 // All ranks but `rank`, those behind the slowest links first: their messages are started first.
 // Ties go round the ring from `rank`, so that not everybody sends to rank 0 at once.
 std::vector<int> PeersSlowestFirst(const Topology& topology, int rank);

@@ -63,7 +63,14 @@ std::vector<Algorithm> Candidates(const CallShape& shape) {
     case Collective::kSendRecv:
       return {SendRecv};
     case Collective::kSignAllReduce:
-      return {};
+      switch (shape.form) {
+        case SignForm::kExchange:
+          return {SignExchange, SignExchangeByRegion};
+        case SignForm::kReduceAndRecode:
+          return {SignReduceAndRecode};
+        case SignForm::kChosen:
+          return {SignExchange, SignExchangeByRegion, SignReduceAndRecode};
+      }
   }
   return {};
 }
