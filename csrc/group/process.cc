@@ -1,0 +1,80 @@
+#include "group/process.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "base/status_macros.h"
+#include "transport/wire/ucx.h"
+
+namespace geomesh::group {
+
+CompletionThread::CompletionThread() : thread_([this] { Run(); }) {}
+
+CompletionThread::~CompletionThread() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_one();
+  thread_.join();
+}
+
+void CompletionThread::Post(absl::AnyInvocable<void() &&> work) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(work));
+  }
+  wake_.notify_one();
+}
+
+void CompletionThread::Run() {
+  pthread_setname_np(pthread_self(), "geomesh-done");
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    absl::AnyInvocable<void()&&> work = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    std::move(work)();
+    work = nullptr;  // what it held is let go of outside the lock
+    lock.lock();
+  }
+}
+
+std::string HostName() {
+  char name[256] = {};
+  if (gethostname(name, sizeof(name) - 1) != 0) return "unknown host";
+  return name;
+}
+
+absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options) {
+  static std::mutex* mutex = new std::mutex;
+  static std::weak_ptr<Process>* running = new std::weak_ptr<Process>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  if (std::shared_ptr<Process> process = running->lock()) return process;
+
+  std::shared_ptr<Process> process(new Process(options));
+  transport::UcxWireOptions wire_options;
+  wire_options.interface = options.interface;
+  wire_options.ports = options.ports;
+  const char* master = std::getenv("MASTER_ADDR");
+  wire_options.master_address = master == nullptr ? "" : master;
+  GM_ASSIGN_OR_RETURN(std::unique_ptr<transport::Wire> wire,
+                      transport::MakeUcxWire(std::move(wire_options)));
+
+  transport::EngineOptions engine_options;
+  engine_options.lanes = static_cast<int>(options.lanes);
+  engine_options.unexpected_bytes = options.unexpected_bytes;
+  engine_options.suspect_after = options.suspect_after;
+  engine_options.dead_after = options.dead_after;
+  GM_ASSIGN_OR_RETURN(process->engine_, transport::Engine::Create(engine_options, std::move(wire)));
+  *running = process;
+  return process;
+}
+
+}  // namespace geomesh::group

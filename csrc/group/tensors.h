@@ -1,0 +1,57 @@
+// From at::Tensor to the executor's blocks and back: what is refused, what is copied, and when.
+//
+// The executor moves contiguous CPU memory. A tensor that already is that is used in place. Any
+// other layout, and any CUDA tensor, goes through a contiguous CPU copy ("staging"), which is
+// copied back into the original when the operation is done. So results always arrive through the
+// caller's own view, whatever its strides.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "exec/executor.h"
+
+#include <ATen/ATen.h>
+
+namespace geomesh::group {
+
+// The tensors of one operation while it runs.
+class Staging {
+ public:
+  explicit Staging(std::string operation) : operation_(std::move(operation)) {}
+
+  // Memory with the tensor's values, for reading.
+  at::Tensor Source(const at::Tensor& tensor);
+  // Memory that becomes the tensor's values.
+  at::Tensor Sink(const at::Tensor& tensor);
+  // Both.
+  at::Tensor InPlace(const at::Tensor& tensor);
+
+  // Writes staged results back. Once, when the operation succeeded; on a thread that may take
+  // Python's lock.
+  void CopyBack();
+  // Lets go of every tensor; likewise.
+  void Release();
+
+ private:
+  struct Pair {
+    at::Tensor original;
+    at::Tensor staged;
+  };
+  void Check(const at::Tensor& tensor, bool written) const;
+
+  const std::string operation_;
+  std::vector<Pair> back_;
+  std::vector<at::Tensor> kept_;
+};
+
+// For reductions. Complex tensors of a sum or mean are passed as pairs of reals by the caller.
+DType ToDType(at::ScalarType type, const std::string& operation);
+
+// A whole contiguous CPU tensor as elements of its dtype, or as plain bytes where nothing is
+// computed.
+exec::Block ToBlock(const at::Tensor& tensor);
+exec::Block ToBytes(const at::Tensor& tensor);
+
+}  // namespace geomesh::group

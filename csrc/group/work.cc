@@ -1,0 +1,198 @@
+#include "group/work.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include <c10/util/Exception.h>
+
+namespace geomesh::group {
+namespace {
+
+std::atomic<void (*)()> interrupt_check{nullptr};
+
+constexpr std::chrono::milliseconds kInterruptPeriod{200};
+
+}  // namespace
+
+void SetInterruptCheck(void (*check)()) { interrupt_check = check; }
+
+void Throw(const absl::Status& status) {
+  throw c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                              std::string(status.message()));
+}
+
+std::exception_ptr ToException(const absl::Status& status) {
+  try {
+    Throw(status);
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+WorkGeoMesh::WorkGeoMesh(Description description)
+    : c10d::Work(description.rank, description.type, description.profiling_title,
+                 std::optional<std::vector<at::Tensor>>(std::move(description.inputs))),
+      operation_(std::move(description.operation)),
+      sequence_(description.sequence),
+      timeout_(description.timeout),
+      outputs_(std::move(description.outputs)),
+      expire_(std::move(description.expire)),
+      future_(
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+}
+
+bool WorkGeoMesh::isCompleted() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_;
+}
+
+bool WorkGeoMesh::isSuccess() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ && !exception_;
+}
+
+std::exception_ptr WorkGeoMesh::exception() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return exception_;
+}
+
+bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  const bool bounded = timeout > kNoTimeout;
+  const Clock::time_point deadline = bounded ? Clock::now() + timeout : Clock::time_point::max();
+  bool expired = false;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!completed_) {
+    const Clock::time_point piece = Clock::now() + kInterruptPeriod;
+    cv_.wait_until(lock, expired ? piece : std::min(piece, deadline),
+                   [this] { return completed_; });
+    if (completed_) break;
+    lock.unlock();
+    if (auto check = interrupt_check.load()) check();
+    if (!expired && Clock::now() >= deadline) {
+      // The wait's own limit is the strongest: it ends the operation, whose buffers are free once
+      // it says so.
+      expired = true;
+      Expire(absl::DeadlineExceededError(absl::StrCat(operation_, ", operation ", sequence_,
+                                                      " of its group, was not done within the ",
+                                                      timeout.count(), " ms given to wait()")));
+    }
+    lock.lock();
+  }
+  const std::exception_ptr exception = exception_;
+  lock.unlock();
+  if (exception) std::rethrow_exception(exception);
+  return true;
+}
+
+void WorkGeoMesh::Expire(const absl::Status& reason) {
+  std::function<void(const absl::Status&)> expire;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    expire = expire_;
+  }
+  if (expire) expire(reason);
+}
+
+void WorkGeoMesh::abort() {
+  Expire(absl::CancelledError(
+      absl::StrCat(operation_, ", operation ", sequence_, " of its group, was aborted")));
+}
+
+float WorkGeoMesh::getDuration() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(completed_, operation_, " has no duration yet: it isn't done");
+  return std::chrono::duration<float, std::milli>(end_ - start_).count();
+}
+
+exec::Outcome WorkGeoMesh::outcome() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(completed_, operation_, " has no outcome yet: it isn't done");
+  return outcome_;
+}
+
+void WorkGeoMesh::Complete(const absl::Status& status, const exec::Outcome& outcome) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    end_ = std::chrono::steady_clock::now();
+    outcome_ = outcome;
+    expire_ = nullptr;
+  }
+  if (status.ok()) {
+    finish();
+    future_->markCompleted(c10::IValue(outputs_));
+  } else {
+    const std::exception_ptr exception = ToException(status);
+    finish(exception);
+    future_->setError(exception);
+  }
+}
+
+namespace {
+
+class JoinedWork : public c10d::Work {
+ public:
+  JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs)
+      : works_(std::move(works)), outputs_(std::move(outputs)) {
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+        c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+    for (const auto& work : works_) futures.push_back(work->getFuture());
+    future_ = c10::collectAll(futures)->then(
+        [outputs = outputs_](c10::ivalue::Future& all) {
+          if (all.hasError()) std::rethrow_exception(all.exception_ptr());
+          for (const c10::IValue& one : all.value().toListRef()) one.toFuture()->wait();
+          return c10::IValue(outputs);
+        },
+        c10::ListType::create(c10::TensorType::get()));
+  }
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(),
+                       [](const auto& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(),
+                       [](const auto& work) { return work->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& work : works_) {
+      if (auto exception = work->exception()) return exception;
+    }
+    return nullptr;
+  }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point deadline = Clock::now() + timeout;
+    for (const auto& work : works_) {
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+      work->wait(timeout > kNoTimeout ? std::max(left, std::chrono::milliseconds(1)) : timeout);
+    }
+    return true;
+  }
+  void abort() override {
+    for (const auto& work : works_) work->abort();
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  uint64_t getSequencenumber() const override {
+    return works_.empty() ? 0 : works_.front()->getSequencenumber();
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::vector<at::Tensor> outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> JoinWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                                         std::vector<at::Tensor> outputs) {
+  return c10::make_intrusive<JoinedWork>(std::move(works), std::move(outputs));
+}
+
+}  // namespace geomesh::group

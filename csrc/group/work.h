@@ -1,0 +1,84 @@
+// The handle of one operation that c10d gives to callers.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "exec/executor.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace geomesh::group {
+
+// Called every 0.2 s of a blocking wait, on the waiting thread; throws to end the wait (Ctrl-C).
+// Set once, by the bindings.
+void SetInterruptCheck(void (*check)());
+
+// c10::DistBackendError with the status's text.
+std::exception_ptr ToException(const absl::Status& status);
+[[noreturn]] void Throw(const absl::Status& status);
+
+class WorkGeoMesh : public c10d::Work {
+ public:
+  struct Description {
+    int rank = -1;
+    c10d::OpType type = c10d::OpType::UNKNOWN;
+    const char* profiling_title = nullptr;  // static storage
+    std::string operation;                  // for errors
+    std::vector<at::Tensor> inputs;         // for the profiler
+    std::vector<at::Tensor> outputs;        // result() and the future's value
+    uint64_t sequence = 0;
+    std::chrono::milliseconds timeout{0};
+    std::function<void(const absl::Status&)>
+        expire;  // ends the operation when a wait(timeout) runs out
+  };
+  explicit WorkGeoMesh(Description description);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override { return source_rank_; }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  float getDuration() const override;
+  uint64_t getSequencenumber() const override { return sequence_; }
+  std::chrono::milliseconds getTimeout() const override { return timeout_; }
+
+  // After completion. Bytes of this rank on the wire; token counts of all ranks of a sign
+  // all-reduce.
+  exec::Outcome outcome() const;
+
+  // Once, on the completion thread: waiters first, then the future and its callbacks.
+  void Complete(const absl::Status& status, const exec::Outcome& outcome);
+
+  void SetSourceRank(int rank) { source_rank_ = rank; }
+
+ private:
+  void Expire(const absl::Status& reason);
+
+  const std::string operation_;
+  const uint64_t sequence_;
+  const std::chrono::milliseconds timeout_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  std::vector<at::Tensor> outputs_;
+  std::function<void(const absl::Status&)> expire_;  // guarded by mutex_; empty once complete
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::chrono::steady_clock::time_point end_;  // guarded by mutex_, as the base's state
+  exec::Outcome outcome_;                      // guarded by mutex_
+  std::atomic<int> source_rank_{-1};
+};
+
+// One handle for several works that were issued together: done when all are, failed when one did.
+c10::intrusive_ptr<c10d::Work> JoinWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                                         std::vector<at::Tensor> outputs);
+
+}  // namespace geomesh::group

@@ -1,0 +1,161 @@
+"""The ``"geomesh"`` backend's registration with torch.distributed, its options and its figures.
+
+Knows how c10d makes a backend and where UCX lies. The compiled module is loaded when the first group is made.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch_geomesh import _C
+
+_extension: ModuleType | None = None
+
+
+def extension() -> ModuleType:
+    """Load the compiled module, with UCX before it.
+
+    Returns
+    -------
+    module
+        ``torch_geomesh._C``.
+
+    Raises
+    ------
+    ImportError
+        If the package was not built, with the command that builds it.
+    """
+    global _extension
+    if _extension is None:
+        # UCX reads these two when it is loaded: keep its hands off signal handlers and off libc's memory functions.
+        os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
+        os.environ.setdefault("UCX_MEM_EVENTS", "n")
+        try:
+            import libucx  # absent where the extension was built against a system UCX
+        except ImportError:
+            pass
+        else:
+            libucx.load_library()
+        try:
+            from torch_geomesh import _C
+        except ImportError as error:
+            raise ImportError(
+                f"torch_geomesh's compiled module can't be loaded ({error}); build it with "
+                "`pip install --no-build-isolation -e .` in torch_geomesh's source folder"
+            ) from error
+        _extension = _C
+        for sentence in _C.unknown_variables(sorted(os.environ)):
+            warnings.warn(sentence, stacklevel=2)
+    return _extension
+
+
+def Options(**values: object) -> _C.Options:  # noqa: N802 (stands in for the compiled class)
+    """Make options for ``init_process_group(pg_options=...)``.
+
+    Parameters
+    ----------
+    **values
+        Named as in ``geomesh options``; for example ``lanes=4`` or ``dead_after="30s"``. What is not named comes from
+        the ``GEOMESH_`` variables, then from the defaults.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name or a value that does not fit, with what it takes.
+    """
+    return extension().Options(**values)
+
+
+def backend_of(group: dist.ProcessGroup | None = None) -> _C.ProcessGroupGeoMesh:
+    """Return the geomesh backend behind a process group.
+
+    Parameters
+    ----------
+    group
+        ``None``: the default group.
+
+    Raises
+    ------
+    TypeError
+        If the group's CPU backend is another one.
+    """
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(torch.device("cpu"))
+    wanted = extension().ProcessGroupGeoMesh
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend.
+    backend = getattr(backend, "wrapped_pg", backend)
+    if not isinstance(backend, wanted):
+        raise TypeError(
+            f"the process group uses {dist.get_backend(group)!r}, not 'geomesh': "
+            "call torch.distributed.init_process_group('geomesh')"
+        )
+    return backend
+
+
+def stats(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """Return what the engine knows about each peer: bytes, segments, measured rate and round-trip time.
+
+    Parameters
+    ----------
+    group
+        Any geomesh group of this process; the engine is one for all of them.
+
+    Returns
+    -------
+    list of dict
+        One a peer: ``peer``, ``lanes``, ``bytes_sent``, ``bytes_received``, ``segments_sent``, ``segments_received``,
+        ``unexpected_bytes``, ``delivery_bytes_per_s``, ``rtt_s``, ``silent_s``.
+    """
+    return backend_of(group).stats()
+
+
+def _topology_spec(name: str) -> _C.TopologySpec:
+    from torch_geomesh.topology import Topology
+
+    topology = Topology.load(name)
+    regions, bytes_per_s, delay_s = topology.link_matrices()
+    return extension().TopologySpec(topology.name, regions, bytes_per_s, delay_s)
+
+
+def _create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
+    module = extension()
+    options = pg_options if isinstance(pg_options, module.Options) else module.Options()
+    if pg_options is not None and options is not pg_options:
+        raise TypeError(
+            f"pg_options must be made by torch_geomesh.Options(...), got {type(pg_options).__name__}"
+        )
+    if options.topology_name:
+        options.topology = _topology_spec(options.topology_name)
+    timeout = backend_options.timeout
+    options.set_timeout(
+        timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
+    )
+    return module.ProcessGroupGeoMesh(
+        backend_options.store, backend_options.group_rank, backend_options.group_size, options
+    )
+
+
+def register() -> None:
+    """Make ``"geomesh"`` known to torch.distributed; a second call does nothing."""
+    if not dist.is_available() or "GEOMESH" in dist.Backend._plugins:
+        return
+    # Claiming "cuda" on a machine without a GPU makes parts of PyTorch ask for a current device.
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    dist.Backend.register_backend("geomesh", _create, extended_api=True, devices=devices)
+
+
+def autoload() -> None:
+    """Entry point of ``torch.backends``: runs while torch is imported, so nothing in it may raise."""
+    try:
+        register()
+    except Exception as error:
+        warnings.warn(f"torch_geomesh could not register its backend: {error}", stacklevel=1)
