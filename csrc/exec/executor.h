@@ -2,9 +2,27 @@
 //
 // An executor belongs to one group (channel). Its state lives on the engine thread; short steps run
 // there, long ones (reductions, copies and codec work above a threshold) on one compute thread of
-// the process, so that heartbeats never wait for arithmetic. Operations start in the order of
-// Start; one waits only for an earlier unfinished one of the same group whose memory it shares.
-// Knows programs, bytes and dtypes; nothing of torch.
+// the process, so that heartbeats never wait for arithmetic. Knows programs, bytes and dtypes;
+// nothing of torch.
+//
+// Order. Operations start in the order of Start; one waits only for an earlier unfinished one of
+// the same group whose memory it shares (and one of the two writes there), and for its turn: at
+// most kMaxInFlight collectives of a group are at work. Sends and receives (programs of one step)
+// take no turn, so that any order of posting them completes.
+//
+// Failure. What is wrong with a call itself (blocks that don't fit the program, a reduction that
+// its dtype has not) ends that call alone, with InvalidArgument, before a byte leaves: ranks that
+// call alike are refused alike. Everything later ends the group: a deadline, a lost peer, a
+// message of a wrong size, a NaN in a sign all-reduce, Abort. The first reason wins; every pending
+// call ends with it, the group's other ranks are told and end theirs ("rank 2 on host b (eastasia)
+// reported: ..."), and later calls are refused with it. A new group must be made then: after a
+// partial operation nobody knows which messages are still on their way. A lost peer ends the group
+// when something is needed from it: ranks that left after the last operation disturb nobody.
+// `done` runs when nothing reads or writes the call's memory any more, also after a failure.
+//
+// Sign all-reduce. Rank r encodes with the call's rotation seed s and dithers with Mix(s, r); what
+// is recoded is rotated by Mix(s, kRecodeStream). The residual is written back when the whole
+// operation has succeeded, never before.
 #pragma once
 
 #include <cstddef>
@@ -19,12 +37,14 @@
 #include "absl/types/span.h"
 #include "base/dtype.h"
 #include "codec/sign.h"
+#include "exec/reduce.h"
 #include "plan/program.h"
 #include "transport/engine.h"
 
 namespace geomesh::exec {
 
-enum class ReduceOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
+// Collectives of a group at work at the same time; later ones queue.
+inline constexpr int kMaxInFlight = 64;
 
 // A run of elements in the caller's memory.
 struct Block {
@@ -45,14 +65,14 @@ struct SignCall {
 // What came of a finished call.
 struct Outcome {
   uint64_t bytes_sent = 0, bytes_received = 0;
-  uint64_t total_weight = 0;  // sign all-reduce
+  uint64_t total_weight = 0;  // sign all-reduce: of all ranks; 0 too where there are no elements
 };
 
 struct Call {
   std::shared_ptr<const plan::Program> program;
   std::vector<Block> input, output;
   DType dtype = DType::kF32;
-  ReduceOp op = ReduceOp::kSum;
+  ReduceOp op = ReduceOp::kSum;    // of reducing collectives; the others leave it
   std::shared_ptr<SignCall> sign;  // kSignAllReduce only
   uint64_t sequence = 0;           // of the operation in its group, for errors
   uint64_t first_message_id =
@@ -68,10 +88,12 @@ struct Call {
 
 class Executor {
  public:
-  // `peers[r]` is group rank r's process (own rank included). Any thread but the engine's.
+  // `peers[r]` is group rank r's process (own rank included). Any thread but the engine's. The
+  // engine outlives the executor.
   Executor(transport::Engine* engine, uint64_t channel, int rank,
            std::vector<transport::PeerId> peers);
-  // Ends what is pending with Cancelled.
+  // Ends what is pending with Cancelled (the other ranks are told then), and returns when every
+  // `done` has run. Any thread but the engine's.
   ~Executor();
 
   // Any thread. Never blocks. After Abort: ends at once with the first reason.

@@ -1,0 +1,57 @@
+// A queue and a thread.
+#include "exec/compute.h"
+
+#include <pthread.h>
+
+#include <utility>
+
+namespace geomesh::exec {
+
+std::shared_ptr<ComputeThread> ComputeThread::Shared() {
+  static std::mutex* mutex = new std::mutex;  // never destroyed: groups may outlive main
+  static std::weak_ptr<ComputeThread>* shared = new std::weak_ptr<ComputeThread>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::shared_ptr<ComputeThread> thread = shared->lock();
+  if (thread == nullptr) {
+    thread = std::make_shared<ComputeThread>();
+    *shared = thread;
+  }
+  return thread;
+}
+
+ComputeThread::~ComputeThread() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  if (thread_.joinable()) thread_.join();
+}
+
+void ComputeThread::Submit(absl::AnyInvocable<void() &&> task) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { Loop(); });
+      pthread_setname_np(thread_.native_handle(), "geomesh-compute");
+    }
+  }
+  wake_.notify_one();
+}
+
+void ComputeThread::Loop() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    wake_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    absl::AnyInvocable<void()&&> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    std::move(task)();
+    task = nullptr;  // what it holds goes before the next waits
+    lock.lock();
+  }
+}
+
+}  // namespace geomesh::exec

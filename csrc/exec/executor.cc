@@ -1,0 +1,288 @@
+// One group's operations: their order, deadlines, and the one failure that ends them all.
+#include "exec/executor.h"
+
+#include <future>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "exec/operation.h"
+
+namespace geomesh::exec {
+
+// Everything but `health` belongs to the engine thread.
+struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::State> {
+  struct Entry {
+    std::shared_ptr<Operation> operation;
+    uint64_t timer = 0;
+    bool has_timer = false;
+    absl::Time begin;
+  };
+
+  void Open();
+  void Start(std::shared_ptr<Call> call);
+  void Schedule();
+  const Operation* QueuedBehind(const Operation& operation) const;
+  void OnDeadline(uint64_t number);
+  void OnPeerLost(transport::PeerId peer, const absl::Status& status);
+  void OnPeerClosed(transport::PeerId peer, const absl::Status& status);
+  // Ends the group. `culprit`: the operation whose error `cause` is, or null for the group's own.
+  // `told`: `cause` is what a peer told, and already names its origin.
+  void Fail(absl::Status cause, Operation* culprit, bool told = false);
+  void ShutDown(std::shared_ptr<std::promise<void>> drained);
+  // Records the first reason; returns the one that counts.
+  absl::Status Record(const absl::Status& reason);
+
+  void OnEnded(Operation& operation, const absl::Status& status) override;
+  void OnFailed(Operation& operation, absl::Status cause) override {
+    Fail(std::move(cause), &operation);
+  }
+  absl::Status LostReason(int rank) const override {
+    const auto it = lost.find(rank);
+    return it == lost.end() ? absl::OkStatus() : it->second;
+  }
+
+  int RankOf(transport::PeerId peer) const {
+    for (size_t r = 0; r < peers.size(); ++r) {
+      if (peers[r] == peer) return static_cast<int>(r);
+    }
+    return -1;
+  }
+
+  std::shared_ptr<ComputeThread> compute_holder;
+  std::map<uint64_t, Entry> operations;  // unfinished, by issue number
+  uint64_t next_number = 0;
+  size_t not_started = 0;
+  bool scheduling = false;
+  bool schedule_again = false;
+  bool failed = false;
+  std::map<int, absl::Status> lost;  // by rank
+  std::shared_ptr<std::promise<void>> drained;
+
+  mutable std::mutex mutex;  // guards health
+  absl::Status health;
+};
+
+void Executor::State::Open() {
+  std::vector<transport::PeerId> others;
+  for (size_t r = 0; r < peers.size(); ++r) {
+    if (static_cast<int>(r) != rank) others.push_back(peers[r]);
+  }
+  transport::Engine::ChannelEvents events;
+  events.on_peer_lost = [weak = weak_from_this()](transport::PeerId peer,
+                                                  const absl::Status& status) {
+    if (const auto state = weak.lock()) state->OnPeerLost(peer, status);
+  };
+  events.on_closed = [weak = weak_from_this()](transport::PeerId peer, const absl::Status& status) {
+    if (const auto state = weak.lock()) state->OnPeerClosed(peer, status);
+  };
+  engine->OpenChannel(channel, std::move(others), std::move(events));
+}
+
+void Executor::State::Start(std::shared_ptr<Call> call) {
+  if (failed || drained != nullptr) {
+    absl::Status reason;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      reason = health;
+    }
+    if (reason.ok()) reason = absl::CancelledError("the group is being destroyed");
+    const absl::Status refused(reason.code(),
+                               absl::StrCat(call->operation, ", sequence ", call->sequence,
+                                            ": refused, the group has failed: ", reason.message()));
+    std::move(call->done)(refused, Outcome{});
+    return;
+  }
+  auto operation = Operation::Create(this, next_number, call);
+  if (!operation.ok()) {
+    std::move(call->done)(operation.status(), Outcome{});
+    return;
+  }
+  const uint64_t number = next_number++;
+  Entry& entry = operations[number];
+  entry.operation = *std::move(operation);
+  entry.begin = absl::Now();
+  ++not_started;
+  if (call->deadline != absl::InfiniteFuture()) {
+    entry.has_timer = true;
+    entry.timer = engine->AddTimer(call->deadline, [weak = weak_from_this(), number] {
+      if (const auto state = weak.lock()) state->OnDeadline(number);
+    });
+  }
+  Schedule();
+}
+
+const Operation* Executor::State::QueuedBehind(const Operation& operation) const {
+  for (const auto& [number, entry] : operations) {
+    if (number >= operation.number()) break;
+    if (operation.ConflictsWith(*entry.operation)) return entry.operation.get();
+  }
+  return nullptr;
+}
+
+// Starts what may start. The oldest collective always may (its conflicts are with older ones
+// only), on every rank alike, so turns can't deadlock.
+void Executor::State::Schedule() {
+  schedule_again = true;
+  if (scheduling) return;
+  scheduling = true;
+  while (schedule_again && not_started > 0 && !failed) {
+    schedule_again = false;
+    int in_flight = 0;
+    // An operation may end in its own Start, so iterators don't last.
+    for (auto it = operations.begin(); it != operations.end() && !failed;) {
+      const uint64_t number = it->first;
+      const std::shared_ptr<Operation> operation = it->second.operation;
+      if (!operation->point_to_point()) ++in_flight;
+      if (!operation->started() && (operation->point_to_point() || in_flight <= kMaxInFlight) &&
+          QueuedBehind(*operation) == nullptr) {
+        --not_started;
+        operation->Start();
+      }
+      it = operations.upper_bound(number);
+    }
+  }
+  scheduling = false;
+}
+
+void Executor::State::OnEnded(Operation& operation, const absl::Status& status) {
+  const auto it = operations.find(operation.number());
+  if (it == operations.end()) return;
+  const Entry entry = std::move(it->second);  // keeps the operation while its call ends
+  operations.erase(it);
+  if (!operation.started()) --not_started;
+  if (entry.has_timer) engine->CancelTimer(entry.timer);
+  std::move(operation.call().done)(status, operation.outcome());
+  if (operations.empty() && drained != nullptr) {
+    drained->set_value();
+    return;
+  }
+  if (!failed) Schedule();
+}
+
+void Executor::State::OnDeadline(uint64_t number) {
+  const auto it = operations.find(number);
+  if (it == operations.end()) return;
+  it->second.has_timer = false;
+  Fail(absl::DeadlineExceededError(
+           absl::StrFormat("not done at its deadline, %.1f s after its start",
+                           absl::ToDoubleSeconds(absl::Now() - it->second.begin))),
+       it->second.operation.get());
+}
+
+void Executor::State::OnPeerLost(transport::PeerId peer, const absl::Status& status) {
+  const int peer_rank = RankOf(peer);
+  if (peer_rank < 0) return;
+  const absl::Status reason = absl::UnavailableError(
+      absl::StrCat(engine->DescribePeer(peer), " is lost: ", status.message()));
+  lost.emplace(peer_rank, reason);
+  for (const auto& [number, entry] : operations) {
+    if (entry.operation->NeedsPeer(peer_rank)) return Fail(reason, nullptr);
+  }
+}
+
+void Executor::State::OnPeerClosed(transport::PeerId peer, const absl::Status& status) {
+  Fail(status, nullptr, /*told=*/true);
+}
+
+absl::Status Executor::State::Record(const absl::Status& reason) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (health.ok()) health = reason;
+  return health;
+}
+
+void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
+  if (failed) return;
+  failed = true;
+  if (culprit != nullptr) cause = culprit->Explain(cause, QueuedBehind(*culprit));
+  const absl::Status reason = Record(cause);
+  if (reason.message() != cause.message()) culprit = nullptr, told = false;  // Abort came first
+
+  std::vector<std::shared_ptr<Operation>> pending;
+  for (const auto& [number, entry] : operations) {
+    Operation& operation = *entry.operation;
+    pending.push_back(entry.operation);
+    if (&operation == culprit) {
+      operation.Stop(reason);
+    } else if (culprit != nullptr) {
+      operation.Stop(absl::Status(
+          reason.code(),
+          absl::StrCat(operation.Name(), ": ended with its group, because of ", reason.message())));
+    } else {
+      operation.Stop(operation.Explain(reason, QueuedBehind(operation)));
+    }
+  }
+
+  std::vector<transport::PeerId> others;
+  for (size_t r = 0; r < peers.size(); ++r) {
+    if (static_cast<int>(r) != rank) others.push_back(peers[r]);
+  }
+  // What was told is passed on as it is, so that everybody reads one origin.
+  const absl::Status tell =
+      told ? reason
+           : absl::Status(reason.code(), absl::StrCat(engine->DescribePeer(peers[rank]),
+                                                      " reported: ", reason.message()));
+  engine->CloseChannel(channel, tell, others);
+  for (const std::shared_ptr<Operation>& operation : pending) operation->EndIfIdle();
+}
+
+void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
+  if (!failed && !operations.empty()) {
+    Fail(absl::CancelledError(absl::StrCat("the group was destroyed with ", operations.size(),
+                                           " operations pending")),
+         nullptr);
+  } else if (!failed) {
+    // Nothing is due to anybody: whoever still works among themselves is left in peace.
+    failed = true;
+    engine->CloseChannel(channel, Record(absl::CancelledError("the group was destroyed")), {});
+  }
+  if (operations.empty()) {
+    promise->set_value();
+  } else {
+    drained = std::move(promise);
+  }
+}
+
+Executor::Executor(transport::Engine* engine, uint64_t channel, int rank,
+                   std::vector<transport::PeerId> peers)
+    : state_(std::make_shared<State>()) {
+  state_->engine = engine;
+  state_->channel = channel;
+  state_->rank = rank;
+  state_->peers = std::move(peers);
+  state_->compute_holder = ComputeThread::Shared();
+  state_->compute = state_->compute_holder.get();
+  engine->Call([state = state_] { state->Open(); });
+}
+
+Executor::~Executor() {
+  auto drained = std::make_shared<std::promise<void>>();
+  std::future<void> done = drained->get_future();
+  state_->engine->Post(
+      [state = state_, drained]() mutable { state->ShutDown(std::move(drained)); });
+  done.wait();
+  // Joined here if this was the last group: no task is left, and this is not the compute thread.
+  const std::shared_ptr<ComputeThread> compute = std::move(state_->compute_holder);
+}
+
+void Executor::Start(Call call) {
+  state_->engine->Post([state = state_, call = std::make_shared<Call>(std::move(call))]() mutable {
+    state->Start(std::move(call));
+  });
+}
+
+void Executor::Abort(absl::Status reason) {
+  if (reason.ok()) reason = absl::CancelledError("aborted");
+  reason = state_->Record(reason);
+  state_->engine->Post([state = state_, reason] { state->Fail(reason, nullptr); });
+}
+
+absl::Status Executor::health() const {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->health;
+}
+
+}  // namespace geomesh::exec

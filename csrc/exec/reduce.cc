@@ -1,0 +1,364 @@
+// The loops behind reduce.h: plain ones, which the compiler vectorises (this file is built with
+// -O3), compiled once for each vector target and chosen at run time by Highway. Conversions of half
+// types are integer arithmetic and exact float additions, so that targets with and without
+// conversion instructions agree in every bit, and so do threads that flush denormals.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "exec/reduce.cc"
+// Loops this plain gain nothing from the targets in between.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// clang-format off: highway.h comes after foreach_target.h
+#include "hwy/highway.h"
+// clang-format on
+
+#include <bit>
+#include <type_traits>
+
+#include "exec/reduce.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace geomesh::exec {
+namespace HWY_NAMESPACE {
+
+// ---- half types: 16 bits, computed on as float ----
+
+struct Half {
+  uint16_t bits;
+  static float ToFloat(Half h) {
+    constexpr uint32_t kRebias = 112u << 23;            // float's exponent bias less half's
+    constexpr float kSmallestNormal = 6.103515625e-5f;  // 2^-14
+    const uint32_t magnitude = (h.bits & 0x7fffu) << 13;
+    const uint32_t exponent = magnitude & (31u << 23);
+    const uint32_t normal = magnitude + kRebias;
+    const uint32_t special = normal + kRebias;  // infinity, NaN
+    // Subnormal: as the fraction of a normal number with the smallest exponent, less that number.
+    const uint32_t subnormal =
+        std::bit_cast<uint32_t>(std::bit_cast<float>(normal + (1u << 23)) - kSmallestNormal);
+    uint32_t result = exponent == 0 ? subnormal : normal;
+    result = exponent == (31u << 23) ? special : result;
+    return std::bit_cast<float>(result | (h.bits & 0x8000u) << 16);
+  }
+  static Half FromFloat(float value) {
+    const uint32_t all = std::bit_cast<uint32_t>(value);
+    const uint32_t sign = (all >> 16) & 0x8000u;
+    const uint32_t magnitude = all & 0x7fffffffu;
+    // Normal: rebias and round to nearest even; 65520 and above carries over into infinity.
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Subnormal: adding 0.5 leaves exactly the half's bits in the fraction, rounded by the adder.
+    const uint32_t subnormal =
+        std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
+    uint32_t result = magnitude < (113u << 23) ? subnormal : normal;
+    result = magnitude >= (143u << 23) ? 0x7c00u : result;
+    result = magnitude > 0x7f800000u ? 0x7e00u : result;
+    return Half{static_cast<uint16_t>(result | sign)};
+  }
+};
+
+struct Bfloat {
+  uint16_t bits;
+  static float ToFloat(Bfloat b) {
+    return std::bit_cast<float>(static_cast<uint32_t>(b.bits) << 16);
+  }
+  static Bfloat FromFloat(float value) {
+    const uint32_t all = std::bit_cast<uint32_t>(value);
+    const uint32_t rounded = (all + 0x7fffu + ((all >> 16) & 1u)) >> 16;
+    const uint32_t nan = ((all >> 16) & 0x8000u) | 0x7fc0u;
+    return Bfloat{static_cast<uint16_t>((all & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+  }
+};
+
+template <typename T>
+inline constexpr bool kIsHalf = std::is_same_v<T, Half> || std::is_same_v<T, Bfloat>;
+
+// Unsigned and at least as wide as int, so that nothing overflows in the sense of the language.
+template <typename T>
+using Wrapping = std::conditional_t<sizeof(T) < 4, uint32_t, std::make_unsigned_t<T>>;
+
+// ---- operators ----
+
+struct Sum {
+  template <typename T>
+  static T Apply(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>) {
+      return a + b;
+    } else {
+      return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
+    }
+  }
+};
+
+struct Product {
+  template <typename T>
+  static T Apply(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>) {
+      return a * b;
+    } else {
+      return static_cast<T>(static_cast<Wrapping<T>>(a) * static_cast<Wrapping<T>>(b));
+    }
+  }
+};
+
+struct Min {
+  template <typename T>
+  static bool KeepsLeft(T a, T b) {
+    return (a <= b) | (a != a);
+  }
+};
+
+struct Max {
+  template <typename T>
+  static bool KeepsLeft(T a, T b) {
+    return (a >= b) | (a != a);
+  }
+};
+
+struct Band {
+  template <typename T>
+  static T Apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+
+struct Bor {
+  template <typename T>
+  static T Apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+
+struct Bxor {
+  template <typename T>
+  static T Apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+template <typename Op, typename T>
+T Combine(T a, T b) {
+  if constexpr (std::is_same_v<Op, Min> || std::is_same_v<Op, Max>) {
+    if constexpr (kIsHalf<T>) {
+      return T{Op::KeepsLeft(T::ToFloat(a), T::ToFloat(b)) ? a.bits : b.bits};
+    } else {
+      return Op::KeepsLeft(a, b) ? a : b;
+    }
+  } else if constexpr (kIsHalf<T>) {
+    return T::FromFloat(Op::template Apply<float>(T::ToFloat(a), T::ToFloat(b)));
+  } else {
+    return Op::template Apply<T>(a, b);
+  }
+}
+
+template <typename Op, typename T>
+void Loop(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
+  T* HWY_RESTRICT dst = reinterpret_cast<T*>(dst_bytes);
+  const T* HWY_RESTRICT src = reinterpret_cast<const T*>(src_bytes);
+  for (int64_t i = 0; i < elements; ++i) dst[i] = Combine<Op, T>(dst[i], src[i]);
+}
+
+template <typename Op>
+void BoolLoop(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
+  uint8_t* HWY_RESTRICT dst = reinterpret_cast<uint8_t*>(dst_bytes);
+  const uint8_t* HWY_RESTRICT src = reinterpret_cast<const uint8_t*>(src_bytes);
+  for (int64_t i = 0; i < elements; ++i) {
+    dst[i] = Op::template Apply<uint8_t>(dst[i] != 0, src[i] != 0);
+  }
+}
+
+template <typename T>
+void ReduceNumbers(ReduceOp op, std::byte* dst, const std::byte* src, int64_t elements) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      return Loop<Sum, T>(dst, src, elements);
+    case ReduceOp::kProduct:
+      return Loop<Product, T>(dst, src, elements);
+    case ReduceOp::kMin:
+      return Loop<Min, T>(dst, src, elements);
+    case ReduceOp::kMax:
+      return Loop<Max, T>(dst, src, elements);
+    case ReduceOp::kBand:
+      if constexpr (std::is_integral_v<T>) return Loop<Band, T>(dst, src, elements);
+      return;
+    case ReduceOp::kBor:
+      if constexpr (std::is_integral_v<T>) return Loop<Bor, T>(dst, src, elements);
+      return;
+    case ReduceOp::kBxor:
+      if constexpr (std::is_integral_v<T>) return Loop<Bxor, T>(dst, src, elements);
+      return;
+  }
+}
+
+void ReduceBools(ReduceOp op, std::byte* dst, const std::byte* src, int64_t elements) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kMax:
+    case ReduceOp::kBor:
+      return BoolLoop<Bor>(dst, src, elements);
+    case ReduceOp::kProduct:
+    case ReduceOp::kMin:
+    case ReduceOp::kBand:
+      return BoolLoop<Band>(dst, src, elements);
+    case ReduceOp::kBxor:
+      return BoolLoop<Bxor>(dst, src, elements);
+    case ReduceOp::kAvg:
+      return;
+  }
+}
+
+void ReduceOnTarget(ReduceOp op, DType dtype, std::byte* dst, const std::byte* src,
+                    int64_t elements) {
+  switch (dtype) {
+    case DType::kF32:
+      return ReduceNumbers<float>(op, dst, src, elements);
+    case DType::kF64:
+      return ReduceNumbers<double>(op, dst, src, elements);
+    case DType::kF16:
+      return ReduceNumbers<Half>(op, dst, src, elements);
+    case DType::kBF16:
+      return ReduceNumbers<Bfloat>(op, dst, src, elements);
+    case DType::kI8:
+      return ReduceNumbers<int8_t>(op, dst, src, elements);
+    case DType::kI16:
+      return ReduceNumbers<int16_t>(op, dst, src, elements);
+    case DType::kI32:
+      return ReduceNumbers<int32_t>(op, dst, src, elements);
+    case DType::kI64:
+      return ReduceNumbers<int64_t>(op, dst, src, elements);
+    case DType::kU8:
+      return ReduceNumbers<uint8_t>(op, dst, src, elements);
+    case DType::kBool:
+      return ReduceBools(op, dst, src, elements);
+  }
+}
+
+// dst = src * factor / divisor in float32 (the halves) or data / divisor in its own type.
+template <typename T>
+void ScaleHalves(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements, float factor,
+                 float divisor) {
+  T* dst = reinterpret_cast<T*>(dst_bytes);
+  const T* src = reinterpret_cast<const T*>(src_bytes);
+  for (int64_t i = 0; i < elements; ++i) {
+    dst[i] = T::FromFloat(T::ToFloat(src[i]) * factor / divisor);
+  }
+}
+
+template <typename T>
+void Divide(std::byte* data_bytes, int64_t elements, T divisor) {
+  T* data = reinterpret_cast<T*>(data_bytes);
+  for (int64_t i = 0; i < elements; ++i) data[i] = data[i] / divisor;
+}
+
+void ScaleOnTarget(DType dtype, std::byte* dst, const std::byte* src, int64_t elements,
+                   float factor, int divisor) {
+  switch (dtype) {
+    case DType::kF16:
+      return ScaleHalves<Half>(dst, src, elements, factor, static_cast<float>(divisor));
+    case DType::kBF16:
+      return ScaleHalves<Bfloat>(dst, src, elements, factor, static_cast<float>(divisor));
+    case DType::kF32:
+      return Divide<float>(dst, elements, static_cast<float>(divisor));
+    case DType::kF64:
+      return Divide<double>(dst, elements, static_cast<double>(divisor));
+    default:
+      return;
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace geomesh::exec
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+
+#include "absl/strings/str_cat.h"
+
+namespace geomesh::exec {
+
+HWY_EXPORT(ReduceOnTarget);
+HWY_EXPORT(ScaleOnTarget);
+
+namespace {
+
+bool IsHalf(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
+bool IsFloating(DType dtype) {
+  return IsHalf(dtype) || dtype == DType::kF32 || dtype == DType::kF64;
+}
+
+// The smallest power of two that is not below `world`.
+float ContributionScale(int world) {
+  return static_cast<float>(std::bit_ceil(static_cast<uint32_t>(world)));
+}
+
+}  // namespace
+
+absl::string_view Name(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "SUM";
+    case ReduceOp::kAvg:
+      return "AVG";
+    case ReduceOp::kProduct:
+      return "PRODUCT";
+    case ReduceOp::kMin:
+      return "MIN";
+    case ReduceOp::kMax:
+      return "MAX";
+    case ReduceOp::kBand:
+      return "BAND";
+    case ReduceOp::kBor:
+      return "BOR";
+    case ReduceOp::kBxor:
+      return "BXOR";
+  }
+  return "unknown";
+}
+
+absl::Status Supported(ReduceOp op, DType dtype) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kProduct:
+    case ReduceOp::kMin:
+    case ReduceOp::kMax:
+      return absl::OkStatus();
+    case ReduceOp::kAvg:
+      if (IsFloating(dtype)) return absl::OkStatus();
+      return absl::InvalidArgumentError(
+          absl::StrCat("AVG of ", Name(dtype),
+                       " tensors is not defined: reduce with SUM and divide with the rounding you "
+                       "want, or use a floating-point tensor"));
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor:
+      if (!IsFloating(dtype)) return absl::OkStatus();
+      return absl::InvalidArgumentError(
+          absl::StrCat(Name(op), " of ", Name(dtype),
+                       " tensors is not defined: bitwise reductions take integers and bool"));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("reduction ", static_cast<int>(op), " of ", Name(dtype), " is unknown"));
+}
+
+void Reduce(ReduceOp op, DType dtype, std::byte* dst, const std::byte* src, int64_t elements) {
+  HWY_DYNAMIC_DISPATCH(ReduceOnTarget)(op, dtype, dst, src, elements);
+}
+
+bool AverageScalesContributions(DType dtype, int world) { return world > 1 && IsHalf(dtype); }
+
+bool AverageFinishesSum(DType dtype, int world) {
+  if (world <= 1) return false;
+  return !IsHalf(dtype) || !std::has_single_bit(static_cast<uint32_t>(world));
+}
+
+void ScaleContribution(DType dtype, int world, std::byte* dst, const std::byte* src,
+                       int64_t elements) {
+  HWY_DYNAMIC_DISPATCH(ScaleOnTarget)
+  (dtype, dst, src, elements, 1.0f / ContributionScale(world), 1);
+}
+
+void FinishAverage(DType dtype, int world, std::byte* data, int64_t elements) {
+  HWY_DYNAMIC_DISPATCH(ScaleOnTarget)
+  (dtype, data, data, elements, ContributionScale(world), world);
+}
+
+}  // namespace geomesh::exec
+#endif  // HWY_ONCE
