@@ -1,8 +1,8 @@
-"""Drives CMake. Finds what depends on the Python environment (torch, UCX, headers), prints it, and builds.
+"""Drives CMake: finds what depends on the Python environment (torch, UCX, headers), prints it, builds.
 
     pip install --no-build-isolation -e .[dev]
 
-Build isolation would fetch a second PyTorch to compile against, perhaps of another version: hence the flag.
+Build isolation would fetch a second PyTorch to compile against, perhaps of another version.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def torch_dir() -> Path:
     found = package_dir("torch")
     if found is None:
         sys.exit(
-            "torch_geomesh: PyTorch is not in this environment. Install it (pip install torch), then run "
-            "pip install --no-build-isolation -e .[dev]"
+            "torch_geomesh: PyTorch is not in this environment. Install it (pip install torch), "
+            "then run pip install --no-build-isolation -e .[dev]"
         )
     match = re.search(r"(\d+)\.(\d+)", (found / "version.py").read_text())
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     low, high = TORCH_VERSIONS
     if not low <= version <= high:
         sys.exit(
-            f"torch_geomesh: PyTorch {version[0]}.{version[1]} is installed; {low[0]}.{low[1]} to {high[0]}.{high[1]} "
-            "are supported. Install one of those and try again."
+            f"torch_geomesh: PyTorch {version[0]}.{version[1]} is installed; {low[0]}.{low[1]} to "
+            f"{high[0]}.{high[1]} are supported. Install one of those and try again."
         )
     return found
 
@@ -54,18 +54,19 @@ def ucx_dir() -> Path:
     prefix = Path(root) if root else package_dir("libucx")
     if prefix is None:
         sys.exit(
-            "torch_geomesh: UCX was not found. Install the wheel (pip install libucx-cu13) or set GEOMESH_UCX_ROOT to the "
-            "prefix of a UCX of at least 1.13."
+            "torch_geomesh: UCX was not found. Install the wheel (pip install libucx-cu13) or set "
+            "GEOMESH_UCX_ROOT to the prefix of a UCX of at least 1.13."
         )
     if not (prefix / "include/ucp/api/ucp.h").exists():
         sys.exit(
-            f"torch_geomesh: {prefix} has no include/ucp/api/ucp.h; set GEOMESH_UCX_ROOT to a UCX with its headers."
+            f"torch_geomesh: {prefix} has no include/ucp/api/ucp.h; set GEOMESH_UCX_ROOT to a UCX "
+            "with its headers."
         )
     return prefix
 
 
 def requirements() -> list[str]:
-    """What pip must bring; UCX only where neither a wheel nor a system one is there."""
+    """List what pip must bring; UCX only where neither a wheel nor a system one is there."""
     wanted = ["torch>=2.11,<2.16", "numpy>=1.26", "rich>=13.7", "matplotlib>=3.8"]
     if not os.environ.get("GEOMESH_UCX_ROOT") and package_dir("libucx") is None:
         wanted.append("libucx-cu13>=1.18,<1.23")
@@ -79,7 +80,8 @@ class BuildWithCMake(build_ext):
         """Configure, print every switch, build."""
         if shutil.which("cmake") is None or shutil.which("ninja") is None:
             sys.exit(
-                "torch_geomesh: cmake and ninja are needed; run `make setup`, or apt-get install cmake ninja-build."
+                "torch_geomesh: cmake and ninja are needed; run `make setup`, or apt-get install "
+                "cmake ninja-build."
             )
         package = Path(self.get_ext_fullpath("torch_geomesh._C")).resolve().parent
         nvcc = shutil.which("nvcc")
@@ -114,8 +116,8 @@ class BuildWithCMake(build_ext):
         ):
             if subprocess.run([str(part) for part in command]).returncode != 0:
                 sys.exit(
-                    "torch_geomesh: the C++ build failed; the compiler's first error is above. Needed: g++ 12 or newer and "
-                    "the packages that `make setup` installs."
+                    "torch_geomesh: the C++ build failed; the compiler's first error is above. "
+                    "Needed: g++ 12 or newer and the packages that `make setup` installs."
                 )
         (package / "bin").mkdir(exist_ok=True)
         shutil.copy2(build / "csrc/emulator/geomesh-wan", package / "bin/geomesh-wan")

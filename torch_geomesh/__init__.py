@@ -1,7 +1,7 @@
 """torch_geomesh: PyTorch training across regions, almost as fast as inside one.
 
-Importing this package registers the ``"geomesh"`` backend of ``torch.distributed`` and does nothing else: no thread, no
-socket, no compiled module. Everything below is loaded on first use.
+Importing this package registers the ``"geomesh"`` backend of ``torch.distributed`` and does nothing
+else: no thread, no socket, no compiled module. Everything below is loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The ``"geomesh"`` backend's registration with torch.distributed, its options and its figures.
 
-Knows how c10d makes a backend and where UCX lies. The compiled module is loaded when the first group is made.
+Knows how c10d makes a backend and where UCX lies. The compiled module is loaded when the first
+group is made.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def extension() -> ModuleType:
     """
     global _extension
     if _extension is None:
-        # UCX reads these two when it is loaded: keep its hands off signal handlers and off libc's memory functions.
+        # UCX reads these two when it is loaded: keep its hands off signal handlers and off libc's
+        # memory functions.
         os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
         os.environ.setdefault("UCX_MEM_EVENTS", "n")
         try:
@@ -63,8 +65,8 @@ def Options(**values: object) -> _C.Options:  # noqa: N802 (stands in for the co
     Parameters
     ----------
     **values
-        Named as in ``geomesh options``; for example ``lanes=4`` or ``dead_after="30s"``. What is not named comes from
-        the ``GEOMESH_`` variables, then from the defaults.
+        Named as in ``geomesh options``; for example ``lanes=4`` or ``dead_after="30s"``. What is not
+        named comes from the ``GEOMESH_`` variables, then from the defaults.
 
     Raises
     ------
@@ -102,7 +104,7 @@ def backend_of(group: dist.ProcessGroup | None = None) -> _C.ProcessGroupGeoMesh
 
 
 def stats(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
-    """Return what the engine knows about each peer: bytes, segments, measured rate and round-trip time.
+    """Return what the engine knows about each peer: traffic, measured rate, round-trip time.
 
     Parameters
     ----------
@@ -112,8 +114,9 @@ def stats(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        One a peer: ``peer``, ``lanes``, ``bytes_sent``, ``bytes_received``, ``segments_sent``, ``segments_received``,
-        ``unexpected_bytes``, ``delivery_bytes_per_s``, ``rtt_s``, ``silent_s``.
+        One a peer: ``peer``, ``lanes``, ``bytes_sent``, ``bytes_received``, ``segments_sent``,
+        ``segments_received``, ``unexpected_bytes``, ``delivery_bytes_per_s``, ``rtt_s``,
+        ``silent_s``.
     """
     return backend_of(group).stats()
 
@@ -131,7 +134,8 @@ def _create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
     options = pg_options if isinstance(pg_options, module.Options) else module.Options()
     if pg_options is not None and options is not pg_options:
         raise TypeError(
-            f"pg_options must be made by torch_geomesh.Options(...), got {type(pg_options).__name__}"
+            "pg_options must be made by torch_geomesh.Options(...), got "
+            f"{type(pg_options).__name__}"
         )
     if options.topology_name:
         options.topology = _topology_spec(options.topology_name)
@@ -154,7 +158,7 @@ def register() -> None:
 
 
 def autoload() -> None:
-    """Entry point of ``torch.backends``: runs while torch is imported, so nothing in it may raise."""
+    """Entry point of ``torch.backends``: runs while torch is imported, so it must not raise."""
     try:
         register()
     except Exception as error:

@@ -191,7 +191,7 @@ void OuterStep(const std::vector<at::Tensor>& anchor, const std::vector<at::Tens
         absl::MakeConstSpan(mean.data_ptr<float>(), elements),
         {.lr = static_cast<float>(lr), .momentum = static_cast<float>(mu), .nesterov = nesterov});
   }
-  at::NoGradGuard no_grad;
+  c10::NoGradGuard no_grad;
   for (auto& [tensor, memory] : copies) tensor.copy_(memory);
 }
 

@@ -11,6 +11,7 @@
 #include "exec/reduce.h"
 #include "group/rendezvous.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -369,7 +370,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_coalesced(
       .Add(flat.numel())
       .Add(opts.reduceOp.op_);
   op.after = [flat, tensors]() mutable {
-    at::NoGradGuard no_grad;
+    c10::NoGradGuard no_grad;
     int64_t offset = 0;
     for (at::Tensor& tensor : tensors) {
       tensor.detach().copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));

@@ -1,6 +1,7 @@
 #include "group/tensors.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 namespace geomesh::group {
@@ -45,7 +46,7 @@ at::Tensor Staging::InPlace(const at::Tensor& tensor) {
 }
 
 void Staging::CopyBack() {
-  at::NoGradGuard no_grad;
+  c10::NoGradGuard no_grad;
   for (const Pair& pair : back_) pair.original.detach().copy_(pair.staged);
 }
 

@@ -1,0 +1,343 @@
+"""Every collective against a reference computed from all ranks' inputs on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 4097, 100_003]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def make(rank: int, size: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """A tensor that any rank can make for any other: small whole numbers, exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (size,), generator=generator).bool()
+    low = 1 if dtype == torch.uint8 else -3
+    return torch.randint(low, 4, (size,), generator=generator).to(dtype)
+
+
+def reference_reduce(tensors: list[torch.Tensor], op: dist.ReduceOp) -> torch.Tensor:
+    """Reduce in float64 or int64, then cast."""
+    dtype = tensors[0].dtype
+    wide = torch.stack(tensors).to(torch.float64 if dtype.is_floating_point else torch.int64)
+    if op == dist.ReduceOp.SUM:
+        result = wide.sum(0)
+    elif op == dist.ReduceOp.AVG:
+        result = wide.sum(0) / len(tensors)
+    elif op == dist.ReduceOp.PRODUCT:
+        result = wide.prod(0)
+    elif op == dist.ReduceOp.MIN:
+        result = wide.amin(0)
+    elif op == dist.ReduceOp.MAX:
+        result = wide.amax(0)
+    else:
+        result = wide[0].clone()
+        for row in wide[1:]:
+            if op == dist.ReduceOp.BAND:
+                result &= row
+            elif op == dist.ReduceOp.BOR:
+                result |= row
+            else:
+                result ^= row
+    if dtype == torch.bool:
+        return result != 0
+    return result.to(dtype)
+
+
+def supported(op: dist.ReduceOp, dtype: torch.dtype) -> bool:
+    """Bitwise operations take no floats, means no integers."""
+    if op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        return not dtype.is_floating_point
+    if op == dist.ReduceOp.AVG:
+        return dtype.is_floating_point
+    return True
+
+
+def all_reduce_matrix() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ops = [
+        dist.ReduceOp.SUM,
+        dist.ReduceOp.AVG,
+        dist.ReduceOp.PRODUCT,
+        dist.ReduceOp.MIN,
+        dist.ReduceOp.MAX,
+        dist.ReduceOp.BAND,
+        dist.ReduceOp.BOR,
+        dist.ReduceOp.BXOR,
+    ]
+    for dtype in DTYPES:
+        for op in ops:
+            if not supported(op, dtype):
+                with pytest.raises(RuntimeError, match=str(dtype).split(".")[1]):
+                    dist.all_reduce(make(rank, 4, dtype), op=op)
+                continue
+            for size in (1, 65, 4097):
+                inputs = [make(r, size, dtype, salt=size) for r in range(world)]
+                tensor = inputs[rank].clone()
+                dist.all_reduce(tensor, op=op)
+                expected = reference_reduce(inputs, op)
+                if op == dist.ReduceOp.AVG:
+                    torch.testing.assert_close(tensor, expected)
+                else:
+                    assert torch.equal(tensor, expected), (dtype, op, size)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_reduce_every_dtype_and_op(world: int) -> None:
+    run_ranks(world, all_reduce_matrix)
+
+
+def every_collective() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for size in SIZES:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            each = [make(r, size, dtype, salt=size + 1) for r in range(world)]
+
+            tensor = each[rank].clone()
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, reference_reduce(each, dist.ReduceOp.SUM)), (
+                "all_reduce",
+                size,
+                dtype,
+            )
+
+            for root in range(world):
+                tensor = each[rank].clone()
+                dist.broadcast(tensor, src=root)
+                assert torch.equal(tensor, each[root]), ("broadcast", size, dtype, root)
+
+                tensor = each[rank].clone()
+                dist.reduce(tensor, dst=root)
+                expected = reference_reduce(each, dist.ReduceOp.SUM) if rank == root else each[rank]
+                assert torch.equal(tensor, expected), ("reduce", size, dtype, root)
+
+                outputs = (
+                    [torch.empty_like(each[0]) for _ in range(world)] if rank == root else None
+                )
+                dist.gather(each[rank], outputs, dst=root)
+                if outputs is not None:
+                    assert all(torch.equal(a, b) for a, b in zip(outputs, each, strict=True))
+
+                output = torch.empty_like(each[0])
+                dist.scatter(output, [t + 1 for t in each] if rank == root else None, src=root)
+                assert torch.equal(output, each[rank] + 1), ("scatter", size, dtype, root)
+
+            outputs = [torch.empty_like(each[0]) for _ in range(world)]
+            dist.all_gather(outputs, each[rank])
+            assert all(torch.equal(a, b) for a, b in zip(outputs, each, strict=True)), (
+                "all_gather",
+                size,
+            )
+
+            output = torch.empty(world * size, dtype=dtype)
+            dist.all_gather_into_tensor(output, each[rank])
+            assert torch.equal(output, torch.cat(each)), ("all_gather_into_tensor", size)
+
+            rows = [make(r, world * size, dtype, salt=size + 2) for r in range(world)]
+            output = torch.empty(size, dtype=dtype)
+            dist.reduce_scatter_tensor(output, rows[rank])
+            summed = reference_reduce(rows, dist.ReduceOp.SUM).view(world, size)
+            assert torch.equal(output, summed[rank]), ("reduce_scatter_tensor", size)
+
+            output = torch.empty(size, dtype=dtype)
+            dist.reduce_scatter(output, [part.clone() for part in rows[rank].view(world, size)])
+            assert torch.equal(output, summed[rank]), ("reduce_scatter", size)
+
+            output = torch.empty(world * size, dtype=dtype)
+            dist.all_to_all_single(output, rows[rank])
+            expected = torch.cat([row.view(world, size)[rank] for row in rows])
+            assert torch.equal(output, expected), ("all_to_all_single", size)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_collective(world: int) -> None:
+    run_ranks(world, every_collective)
+
+
+def uneven() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = [3 * r + 1 for r in range(world)]
+    outputs = [torch.empty(size) for size in sizes]
+    dist.all_gather(outputs, torch.full((sizes[rank],), float(rank)))
+    assert all(
+        torch.equal(o, torch.full((s,), float(r)))
+        for r, (o, s) in enumerate(zip(outputs, sizes, strict=True))
+    )
+
+    # Rank i sends i + j rows of two to rank j.
+    send = torch.cat([torch.full((rank + j, 2), 10.0 * rank + j) for j in range(world)])
+    receive = torch.empty(sum(j + rank for j in range(world)), 2)
+    dist.all_to_all_single(
+        receive, send, [j + rank for j in range(world)], [rank + j for j in range(world)]
+    )
+    assert torch.equal(
+        receive, torch.cat([torch.full((j + rank, 2), 10.0 * j + rank) for j in range(world)])
+    )
+
+    outputs = [torch.empty(j + 2 * rank) for j in range(world)]
+    dist.all_to_all(outputs, [torch.full((rank + 2 * j,), 10.0 * rank + j) for j in range(world)])
+    assert all(
+        torch.equal(o, torch.full((j + 2 * rank,), 10.0 * j + rank)) for j, o in enumerate(outputs)
+    )
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_uneven_sizes(world: int) -> None:
+    run_ranks(world, uneven)
+
+
+def odd_layouts() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    base = torch.arange(24.0).view(4, 6) + rank
+    total = sum(torch.arange(24.0).view(4, 6) + r for r in range(world))
+    views = {
+        "column": lambda t: t[:, 1],
+        "transpose": lambda t: t.t(),
+        "offset": lambda t: t.flatten()[3:],
+        "step": lambda t: t[::2, ::3],
+        "per rank": lambda t: t.t() if rank % 2 else t.t().contiguous(),
+    }
+    for name, view in views.items():
+        memory = base.clone()
+        tensor = view(memory)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, view(total)), name
+    image = torch.arange(48.0).view(1, 3, 4, 4).to(memory_format=torch.channels_last) + rank
+    dist.broadcast(image, src=world - 1)
+    assert torch.equal(image, torch.arange(48.0).view(1, 3, 4, 4) + world - 1)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    gathered = [torch.empty(6, 4).t() for _ in range(world)]
+    dist.all_gather(gathered, base)
+    assert all(torch.equal(g, torch.arange(24.0).view(4, 6) + r) for r, g in enumerate(gathered))
+    with pytest.raises(RuntimeError, match=r"share memory.*contiguous"):
+        dist.all_reduce(torch.ones(1).expand(4))
+    after = torch.ones(3)
+    dist.all_reduce(after)
+    assert after.tolist() == [world] * 3
+
+
+def test_layouts_come_back_through_the_callers_view() -> None:
+    run_ranks(3, odd_layouts)
+
+
+def averages() -> None:
+    world = dist.get_world_size()
+    half = torch.full((100,), 30000.0, dtype=torch.float16)
+    dist.all_reduce(half, op=dist.ReduceOp.AVG)
+    assert torch.equal(half, torch.full((100,), 30000.0, dtype=torch.float16))
+    brain = torch.full((100,), 3e38, dtype=torch.bfloat16)
+    dist.all_reduce(brain, op=dist.ReduceOp.AVG)
+    assert torch.equal(brain, torch.full((100,), 3e38, dtype=torch.bfloat16))
+    assert world == 4
+
+
+def test_average_does_not_overflow() -> None:
+    run_ranks(4, averages)
+
+
+def futures_and_order() -> list[float]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.full((1000,), float(rank + i)) for i in range(20)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    futures = [w.get_future() for w in works]
+    for work in reversed(works):
+        work.wait()
+    for i, (tensor, future) in enumerate(zip(tensors, futures, strict=True)):
+        expected = sum(r + i for r in range(world))
+        assert tensor.eq(expected).all()
+        assert future.wait()[0] is tensor or torch.equal(future.wait()[0], tensor)
+    # The same tensor again and again, without waiting: issue order decides.
+    tensor = torch.full((100_000,), 1.0)
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
+    for work in works:
+        work.wait()
+    assert tensor.eq(world**5).all()
+    chained = (
+        dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+    )
+    return chained.wait().tolist()
+
+
+def test_async_work_futures_and_issue_order() -> None:
+    assert run_ranks(3, futures_and_order) == [[6.0] * 4] * 3
+
+
+def point_to_point() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % world, (rank - 1) % world
+    for size in (0, 1, 65, 700_001):
+        out = torch.full((size,), float(rank))
+        into = torch.empty(size)
+        works = [dist.isend(out, right), dist.irecv(into, left)]
+        for work in works:
+            work.wait()
+        assert into.eq(float(left)).all()
+    # Matched by tag, whatever the order of posting; first in, first out inside a tag.
+    if rank == 0:
+        works = [
+            dist.isend(torch.full((500_000,), 1.0), 1, tag=1),
+            dist.isend(torch.full((500_000,), 2.0), 1, tag=2),
+        ]
+        works += [dist.isend(torch.tensor([float(i)]), 1, tag=2**31 - 1) for i in range(100)]
+        for work in works:
+            work.wait()
+        with pytest.raises(RuntimeError, match="never negative"):
+            dist.send(torch.ones(1), 1, tag=-1)
+    elif rank == 1:
+        second, first = torch.empty(500_000), torch.empty(500_000)
+        dist.recv(second, 0, tag=2)
+        dist.recv(first, 0, tag=1)
+        assert first.eq(1).all()
+        assert second.eq(2).all()
+        for i in range(100):
+            value = torch.empty(1)
+            dist.recv(value, 0, tag=2**31 - 1)
+            assert value.item() == i
+    dist.barrier()
+
+
+def test_point_to_point() -> None:
+    run_ranks(3, point_to_point)
+
+
+def subgroups() -> None:
+    rank = dist.get_rank()
+    even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    mine = even if rank % 2 == 0 else odd
+    for _ in range(3):
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, group=mine)
+        assert tensor.item() == (2 if rank % 2 == 0 else 4)
+        everybody = torch.tensor([1.0])
+        dist.all_reduce(everybody)
+        assert everybody.item() == 4
+    tensor = torch.tensor([7.0])
+    dist.all_reduce(tensor, group=alone)
+    assert tensor.item() == 7
+    objects = [None] * 4
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(4)]
+    box = [rank, "x" * rank]
+    dist.broadcast_object_list(box, src=3)
+    assert box == [3, "xxx"]
+
+
+def test_groups_do_not_disturb_each_other() -> None:
+    run_ranks(4, subgroups)
