@@ -125,8 +125,10 @@ def _topology_spec(name: str) -> _C.TopologySpec:
     from torch_geomesh.topology import Topology
 
     topology = Topology.load(name)
-    regions, bytes_per_s, delay_s = topology.link_matrices()
-    return extension().TopologySpec(topology.name, regions, bytes_per_s, delay_s)
+    plan = topology.plan([])
+    bytes_per_s = [link[0] for link in plan["links"]]
+    delay_s = [link[1] for link in plan["links"]]
+    return extension().TopologySpec(topology.name, plan["regions"], bytes_per_s, delay_s)
 
 
 def _create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:

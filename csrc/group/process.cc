@@ -11,6 +11,22 @@
 #include "transport/wire/ucx.h"
 
 namespace geomesh::group {
+namespace {
+
+std::string Variable(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+// torchrun says how many of the job's ranks share this host.
+transport::HostScope Scope() {
+  const std::string local = Variable("LOCAL_WORLD_SIZE");
+  const std::string world = Variable("WORLD_SIZE");
+  if (local.empty() || world.empty()) return transport::HostScope::kUnknown;
+  return local == world ? transport::HostScope::kSingleHost : transport::HostScope::kSeveralHosts;
+}
+
+}  // namespace
 
 CompletionThread::CompletionThread() : thread_([this] { Run(); }) {}
 
@@ -60,10 +76,10 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
 
   std::shared_ptr<Process> process(new Process(options));
   transport::UcxWireOptions wire_options;
-  wire_options.interface = options.interface;
-  wire_options.ports = options.ports;
-  const char* master = std::getenv("MASTER_ADDR");
-  wire_options.master_address = master == nullptr ? "" : master;
+  if (!options.interface.empty()) wire_options.device.interface = options.interface;
+  wire_options.device.master = Variable("MASTER_ADDR");
+  wire_options.device.scope = Scope();
+  wire_options.ports = {.low = options.ports.first, .high = options.ports.last};
   GM_ASSIGN_OR_RETURN(std::unique_ptr<transport::Wire> wire,
                       transport::MakeUcxWire(std::move(wire_options)));
 
