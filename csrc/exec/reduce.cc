@@ -24,6 +24,7 @@ namespace HWY_NAMESPACE {
 
 struct Half {
   uint16_t bits;
+  static constexpr uint16_t kLargest = 0x7bff;
   static float ToFloat(Half h) {
     constexpr uint32_t kRebias = 112u << 23;            // float's exponent bias less half's
     constexpr float kSmallestNormal = 6.103515625e-5f;  // 2^-14
@@ -56,6 +57,7 @@ struct Half {
 
 struct Bfloat {
   uint16_t bits;
+  static constexpr uint16_t kLargest = 0x7f7f;
   static float ToFloat(Bfloat b) {
     return std::bit_cast<float>(static_cast<uint32_t>(b.bits) << 16);
   }
@@ -155,6 +157,54 @@ void Loop(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
   for (int64_t i = 0; i < elements; ++i) dst[i] = Combine<Op, T>(dst[i], src[i]);
 }
 
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2 && !defined(HWY_DISABLE_F16C)
+// The processor's own conversions round alike; NaNs are made alike here. Returns how many elements
+// are done: the rest is for Loop.
+template <typename Op>
+int64_t HalfArithmetic(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
+  namespace hn = hwy::HWY_NAMESPACE;
+  const hn::ScalableTag<float> df;
+  const hn::Rebind<hwy::float16_t, decltype(df)> dh;
+  const auto sign = hn::Set(df, -0.0f);
+  const auto quiet =
+      hn::BitCast(df, hn::Set(hn::Repartition<uint32_t, decltype(df)>(), 0x7fc00000));
+  auto* HWY_RESTRICT dst = reinterpret_cast<hwy::float16_t*>(dst_bytes);
+  const auto* HWY_RESTRICT src = reinterpret_cast<const hwy::float16_t*>(src_bytes);
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  int64_t i = 0;
+  for (; i + lanes <= elements; i += lanes) {
+    const auto a = hn::PromoteTo(df, hn::LoadU(dh, dst + i));
+    const auto b = hn::PromoteTo(df, hn::LoadU(dh, src + i));
+    const auto result = std::is_same_v<Op, Sum> ? hn::Add(a, b) : hn::Mul(a, b);
+    const auto nan = hn::Or(hn::And(result, sign), quiet);
+    hn::StoreU(hn::DemoteTo(dh, hn::IfThenElse(hn::IsNaN(result), nan, result)), dh, dst + i);
+  }
+  return i;
+}
+template <typename Op, typename T>
+inline constexpr bool kHasHalfArithmetic = std::is_same_v<T, Half> &&
+                                           (std::is_same_v<Op, Sum> || std::is_same_v<Op, Product>);
+#else
+template <typename Op>
+int64_t HalfArithmetic(std::byte*, const std::byte*, int64_t) {
+  return 0;
+}
+template <typename Op, typename T>
+inline constexpr bool kHasHalfArithmetic = false;
+#endif
+
+// Loop, with the processor's own instructions where the compiler can't find them.
+template <typename Op, typename T>
+void Fastest(std::byte* dst, const std::byte* src, int64_t elements) {
+  if constexpr (kHasHalfArithmetic<Op, T>) {
+    const int64_t done = HalfArithmetic<Op>(dst, src, elements);
+    const int64_t offset = done * static_cast<int64_t>(sizeof(T));
+    Loop<Op, T>(dst + offset, src + offset, elements - done);
+  } else {
+    Loop<Op, T>(dst, src, elements);
+  }
+}
+
 template <typename Op>
 void BoolLoop(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
   uint8_t* HWY_RESTRICT dst = reinterpret_cast<uint8_t*>(dst_bytes);
@@ -169,9 +219,9 @@ void ReduceNumbers(ReduceOp op, std::byte* dst, const std::byte* src, int64_t el
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAvg:
-      return Loop<Sum, T>(dst, src, elements);
+      return Fastest<Sum, T>(dst, src, elements);
     case ReduceOp::kProduct:
-      return Loop<Product, T>(dst, src, elements);
+      return Fastest<Product, T>(dst, src, elements);
     case ReduceOp::kMin:
       return Loop<Min, T>(dst, src, elements);
     case ReduceOp::kMax:
@@ -231,14 +281,27 @@ void ReduceOnTarget(ReduceOp op, DType dtype, std::byte* dst, const std::byte* s
   }
 }
 
-// dst = src * factor / divisor in float32 (the halves) or data / divisor in its own type.
+// dst = src * factor, a power of two.
 template <typename T>
-void ScaleHalves(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements, float factor,
-                 float divisor) {
+void ScaleHalves(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements, float factor) {
   T* dst = reinterpret_cast<T*>(dst_bytes);
   const T* src = reinterpret_cast<const T*>(src_bytes);
+  for (int64_t i = 0; i < elements; ++i) dst[i] = T::FromFloat(T::ToFloat(src[i]) * factor);
+}
+
+// data = data * factor / divisor. In double, since the product may be beyond float; a mean of
+// finite values is not infinite, whatever the sum's rounding did.
+template <typename T>
+void FinishHalves(std::byte* data_bytes, int64_t elements, double factor, double divisor) {
+  T* data = reinterpret_cast<T*>(data_bytes);
+  const float largest = T::ToFloat(T{T::kLargest});
   for (int64_t i = 0; i < elements; ++i) {
-    dst[i] = T::FromFloat(T::ToFloat(src[i]) * factor / divisor);
+    const float sum = T::ToFloat(data[i]);
+    const bool finite = sum - sum == 0;
+    float mean = static_cast<float>(sum * factor / divisor);
+    mean = finite && mean > largest ? largest : mean;
+    mean = finite && mean < -largest ? -largest : mean;
+    data[i] = T::FromFloat(mean);
   }
 }
 
@@ -249,16 +312,21 @@ void Divide(std::byte* data_bytes, int64_t elements, T divisor) {
 }
 
 void ScaleOnTarget(DType dtype, std::byte* dst, const std::byte* src, int64_t elements,
-                   float factor, int divisor) {
+                   float factor) {
+  if (dtype == DType::kF16) return ScaleHalves<Half>(dst, src, elements, factor);
+  if (dtype == DType::kBF16) return ScaleHalves<Bfloat>(dst, src, elements, factor);
+}
+
+void FinishOnTarget(DType dtype, std::byte* data, int64_t elements, double factor, int divisor) {
   switch (dtype) {
     case DType::kF16:
-      return ScaleHalves<Half>(dst, src, elements, factor, static_cast<float>(divisor));
+      return FinishHalves<Half>(data, elements, factor, divisor);
     case DType::kBF16:
-      return ScaleHalves<Bfloat>(dst, src, elements, factor, static_cast<float>(divisor));
+      return FinishHalves<Bfloat>(data, elements, factor, divisor);
     case DType::kF32:
-      return Divide<float>(dst, elements, static_cast<float>(divisor));
+      return Divide<float>(data, elements, static_cast<float>(divisor));
     case DType::kF64:
-      return Divide<double>(dst, elements, static_cast<double>(divisor));
+      return Divide<double>(data, elements, static_cast<double>(divisor));
     default:
       return;
   }
@@ -276,6 +344,7 @@ namespace geomesh::exec {
 
 HWY_EXPORT(ReduceOnTarget);
 HWY_EXPORT(ScaleOnTarget);
+HWY_EXPORT(FinishOnTarget);
 
 namespace {
 
@@ -352,12 +421,11 @@ bool AverageFinishesSum(DType dtype, int world) {
 void ScaleContribution(DType dtype, int world, std::byte* dst, const std::byte* src,
                        int64_t elements) {
   HWY_DYNAMIC_DISPATCH(ScaleOnTarget)
-  (dtype, dst, src, elements, 1.0f / ContributionScale(world), 1);
+  (dtype, dst, src, elements, 1.0f / ContributionScale(world));
 }
 
 void FinishAverage(DType dtype, int world, std::byte* data, int64_t elements) {
-  HWY_DYNAMIC_DISPATCH(ScaleOnTarget)
-  (dtype, data, data, elements, ContributionScale(world), world);
+  HWY_DYNAMIC_DISPATCH(FinishOnTarget)(dtype, data, elements, ContributionScale(world), world);
 }
 
 }  // namespace geomesh::exec

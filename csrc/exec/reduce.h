@@ -37,9 +37,9 @@ void Reduce(ReduceOp op, DType dtype, std::byte* dst, const std::byte* src, int6
 
 // AVG over `world` contributions without overflow in between:
 //   float16, bfloat16: every contribution is multiplied by 2^-k before the first addition, k =
-//     ceil(log2(world)); the sum is multiplied by 2^k / world at the end. Both are done in float32.
-//     The first is exact (but for results below the smallest normal number), the second is the
-//     identity for powers of two: four times 30000 in float16 is 30000.
+//     ceil(log2(world)), which is exact (but for results below the smallest normal number); the sum
+//     is multiplied by 2^k / world at the end, rounded once, where that is not 1: four times 30000
+//     in float16 is 30000. A finite sum has a finite mean.
 //   float32, float64: the sum is divided at the end.
 // Each rank finishes its own copy of the same sum, so all end with the same bits.
 bool AverageScalesContributions(DType dtype, int world);
