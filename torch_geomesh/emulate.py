@@ -1,39 +1,34 @@
-"""Emulated WAN: regions as network namespaces on this machine, joined by ``geomesh-wan``.
+"""``geomesh emulate``: one command in every region of an emulated WAN, as one job.
 
-`Emulation` makes the regions and links of a topology, runs commands inside them, changes links
-while they run, and reads the counters. `run_in_regions` starts one command in every region, the
-way torchrun is started on one machine a region; ``geomesh emulate`` is that as a command line.
-
-Knows processes and the control socket; how packets travel is the program's (csrc/emulator). It is
-found in ``torch_geomesh/bin``; developers point to another build by ``GEOMESH_WAN_BINARY``.
-Nothing outlives the emulation: ``geomesh-wan`` watches this process, and when it ends, however it
-ends, kills what runs inside the regions; namespaces and devices go with the last process.
-
-Settings that a region's network does not take from the kernel's defaults: ``tcp_rmem`` and
-``tcp_wmem`` end at 5 times the largest bandwidth x delay of the topology (at least 32 MiB, at most
-512 MiB), which congestion control by bbr needs to leave its start-up on long links.
+`run_in_regions` starts a command once a region, the way torchrun is started on one machine a
+region, and ends all of them together. Knows processes, signals and output; regions and links are
+`torch_geomesh.emulation`'s, whose names are offered here too.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import json
+import math
 import os
-import select
-import shutil
+import selectors
 import signal
-import socket
 import subprocess
-import tempfile
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path as FilePath
-from types import TracebackType
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO
 
-from torch_geomesh.topology import Link, Topology
+from torch_geomesh.emulation import (
+    MASTER_PORT,
+    Counters,
+    Emulation,
+    EmulationError,
+    EmulationUnavailable,
+    Health,
+)
+from torch_geomesh.topology import Topology, TopologyError, shipped
 
 __all__ = [
     "Counters",
@@ -41,480 +36,337 @@ __all__ = [
     "EmulationError",
     "EmulationUnavailable",
     "Health",
+    "add_arguments",
+    "main",
+    "run",
+    "run_in_regions",
+    "summary",
 ]
 
-DEVICE = "wan0"
-MASTER_PORT = 29500
 
-_START_TIMEOUT_S = 30.0
-_REPLY_TIMEOUT_S = 30.0
-_MIN_TCP_BUFFER = 32 << 20
-_MAX_TCP_BUFFER = 512 << 20
-_FOLDER_PREFIX = "geomesh-wan-"
-# A delivery later than this, at the 99th percentile, is visible in what is measured.
-_SOUND_LATENESS_S = 1e-3
+def run_in_regions(
+    wan: Emulation,
+    command: Sequence[str],
+    *,
+    ranks_per_region: int = 1,
+    master_port: int = MASTER_PORT,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str, str, bool], None] | None = None,
+    grace_s: float = 10.0,
+) -> int:
+    """Run a command once in every region, as one job, to its end.
 
-
-class EmulationError(RuntimeError):
-    """The emulation failed while it was used."""
-
-
-class EmulationUnavailable(EmulationError):  # noqa: N818, the name users see
-    """Regions cannot be emulated on this machine or by this user; the message says what to do."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What went from one region to another: IP packets as on a wire, and their bytes.
-
-    ``bytes`` and ``packets`` went onto the link; ``lost`` of them were lost there by chance;
-    ``queue_dropped`` did not fit the queue and ``cut_dropped`` met a cut link. ``paths`` has the
-    same for each path, if there are several.
-    """
-
-    bytes: int
-    packets: int
-    lost_bytes: int
-    lost_packets: int
-    queue_dropped_bytes: int
-    queue_dropped_packets: int
-    cut_dropped_bytes: int = 0
-    cut_dropped_packets: int = 0
-    paths: tuple[Counters, ...] = ()
-
-
-@dataclass(frozen=True)
-class Health:
-    """How well the emulator itself did since the start or the last reset.
-
-    ``lateness``: how much later than due packets were delivered. ``device_drops``: packets lost
-    because it did not read in time. ``realtime``: it runs before ordinary processes.
-    """
-
-    deliveries: int
-    lateness_p50_s: float
-    lateness_p99_s: float
-    lateness_max_s: float
-    device_drops: int
-    undelivered: int
-    unroutable: int
-    cpu_s: float
-    realtime: bool
-
-    @property
-    def sound(self) -> bool:
-        """Whether what was measured shows the links and not the emulator's lack of processor."""
-        return self.lateness_p99_s <= _SOUND_LATENESS_S and self.device_drops == 0
-
-
-class Emulation:
-    """Regions of a topology, made on entry and gone on exit.
+    When one region's command fails, the others have `grace_s` to end by themselves, then they are
+    ended as by SIGTERM. SIGINT and SIGTERM to this process are handed on to all of them; a second
+    one kills. Whatever the job left inside the regions is killed before this returns.
 
     Parameters
     ----------
-    topology : Topology
-        Regions and links; links inside a region are not limited (ranks there share a host).
-    ipv6 : bool
-        Give each region an IPv6 address as well.
-    binary : path, optional
-        The ``geomesh-wan`` to use.
-    seed : int
-        Of random loss and jitter.
+    wan : Emulation
+        Running.
+    command : sequence of str
+        Usually ``torchrun script.py ...``.
+    ranks_per_region, master_port : int
+        For torchrun, through the environment.
+    env : mapping, optional
+        Added to the environment.
+    on_line : callable, optional
+        Gets each line of output: region, line, whether it was written to stderr. None: lines are
+        printed with the region before them.
+    grace_s : float
+        Between the first failure, or a signal, and the end of the others.
 
-    Raises
-    ------
-    EmulationUnavailable
-        On entry, where regions cannot be made.
+    Returns
+    -------
+    int
+        0, or the first exit status that was not 0 (128 + n for a command ended by signal n).
     """
+    job = _Job(wan, on_line or _print_line, grace_s)
+    with job.signals_handed_on():
+        try:
+            for region in wan.topology.regions:
+                job.start(
+                    region,
+                    command,
+                    {
+                        **wan.environment(
+                            region, ranks_per_region=ranks_per_region, master_port=master_port
+                        ),
+                        **(env or {}),
+                    },
+                )
+            job.wait()
+        finally:
+            if wan.alive():
+                wan.kill_processes()
+            job.finish()
+    return job.status
+
+
+class _Job:
+    """The commands of all regions, from start to end; one thread, one loop."""
+
+    def __init__(
+        self, wan: Emulation, on_line: Callable[[str, str, bool], None], grace_s: float
+    ) -> None:
+        self.status = 0
+        self._wan = wan
+        self._on_line = on_line
+        self._grace_s = grace_s
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._running: set[str] = set()
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+        # The next step towards the end, and when: SIGTERM, then SIGKILL.
+        self._next_signal: int | None = None
+        self._next_signal_at = math.inf
+
+    @contextlib.contextmanager
+    def signals_handed_on(self) -> Iterator[None]:
+        # Handlers belong to the main thread; elsewhere the caller's stay.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            number: signal.signal(number, lambda number, _: self._signals.append(number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def start(self, region: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        # A session of its own, so that signals reach it once: from here.
+        process = self._wan.popen(
+            region,
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._processes[region] = process
+        self._running.add(region)
+        for stream, is_error in ((process.stdout, False), (process.stderr, True)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            reader = _LineReader(stream, region, is_error, self._on_line)
+            self._selector.register(stream, selectors.EVENT_READ, reader)
+
+    def wait(self) -> None:
+        while self._running:
+            self._read(0.1)
+            self._reap()
+            self._steps()
+
+    def finish(self) -> None:
+        """Read what is left of the output; every process is dead by now."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        deadline = time.monotonic() + 2
+        while self._selector.get_map() and time.monotonic() < deadline:
+            self._read(0.1)
+        for key in list(self._selector.get_map().values()):
+            self._close(key)
+        self._selector.close()
+
+    def _read(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if not key.data.read():
+                self._close(key)
+
+    def _close(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        key.data.close()
+
+    def _reap(self) -> None:
+        for region in sorted(self._running):
+            status = self._processes[region].poll()
+            if status is None:
+                continue
+            self._running.discard(region)
+            if status != 0 and self.status == 0:
+                self.status = status if status > 0 else 128 - status
+                if self._running and self._next_signal is None:
+                    self._plan(signal.SIGTERM, self._grace_s)
+        if self._running and not self._wan.alive():
+            raise EmulationError("geomesh-wan has ended; the job cannot go on")
+
+    def _steps(self) -> None:
+        for number in self._take_signals():
+            if self._next_signal == signal.SIGKILL:
+                self._send(signal.SIGKILL)
+                continue
+            self.status = self.status or 128 + number
+            self._send(number)
+            self._plan(signal.SIGKILL, self._grace_s)
+        if self._next_signal is not None and time.monotonic() >= self._next_signal_at:
+            self._send(self._next_signal)
+            self._plan(signal.SIGKILL, self._grace_s)
+
+    def _take_signals(self) -> list[int]:
+        taken, self._signals = self._signals, []
+        return taken
+
+    def _plan(self, number: int, after_s: float) -> None:
+        self._next_signal = number
+        self._next_signal_at = time.monotonic() + after_s
+
+    def _send(self, number: int) -> None:
+        for region in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[region].pid, number)
+
+
+class _LineReader:
+    """Cuts one stream of a region into lines."""
 
     def __init__(
         self,
-        topology: Topology,
-        *,
-        ipv6: bool = False,
-        binary: str | os.PathLike[str] | None = None,
-        seed: int = 1,
+        stream: IO[bytes],
+        region: str,
+        is_error: bool,
+        on_line: Callable[[str, str, bool], None],
     ) -> None:
-        self.topology = topology
-        self.ipv6 = ipv6
-        self.seed = seed
-        self.warning = ""
-        self._binary = binary
-        self._folder: FilePath | None = None
-        self._wan: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._replies: IO[bytes] | None = None
-        self._lock = threading.Lock()
+        self._stream = stream
+        self._region = region
+        self._is_error = is_error
+        self._on_line = on_line
+        self._rest = b""
 
-    def __enter__(self) -> Emulation:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Make the regions; `with` does it."""
-        if self._wan is not None:
-            raise EmulationError("the emulation was started before")
-        binary = find_binary(self._binary)
-        sweep_stale()
-        self._folder = _make_folder()
+    def read(self) -> bool:
+        """Hand on the complete lines; False at the stream's end."""
         try:
-            (self._folder / "hosts").write_text(self._hosts(), encoding="utf-8")
-            self.topology.save(self.topology_file)
-            started = self._start_wan(binary)
-            self.warning = started["warning"]
-            _record_owner(self._folder, self._wan.pid if self._wan else 0)
-            self._control = socket.socket(socket.AF_UNIX)
-            self._control.settimeout(_REPLY_TIMEOUT_S)
-            self._control.connect(os.fspath(self.control_path))
-            self._replies = self._control.makefile("rb")
-            for a, b in self._pairs():
-                self.set_link(a, b, self.topology.link(a, b))
-        except BaseException:
-            self.close()
-            raise
+            data = os.read(self._stream.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._emit(line)
+        return bool(data)
 
     def close(self) -> None:
-        """End everything inside the regions, and the regions; may be called twice."""
-        wan = self._wan
-        if wan is not None and wan.poll() is None:
-            with contextlib.suppress(EmulationError):
-                self._ask("quit")
-            try:
-                wan.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                wan.kill()
-        if wan is not None:
-            wan.wait()
-            if wan.stdout is not None:
-                wan.stdout.close()
-        if self._replies is not None:
-            self._replies.close()
-        if self._control is not None:
-            self._control.close()
-        self._control = self._replies = self._wan = None
-        if self._folder is not None:
-            # There only if geomesh-wan did not end by itself; then it left its processes too.
-            if self._folder.exists():
-                _kill_by_environment(self._folder)
-                shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        if self._rest:
+            self._emit(self._rest)
+        self._stream.close()
 
-    @property
-    def folder(self) -> FilePath:
-        """Folder of this run, removed at its end."""
-        if self._folder is None:
-            raise EmulationError("the emulation is not running")
-        return self._folder
+    def _emit(self, line: bytes) -> None:
+        self._on_line(self._region, line.decode(errors="replace").rstrip("\r"), self._is_error)
 
-    @property
-    def topology_file(self) -> FilePath:
-        """The topology that is emulated, as a file."""
-        return self.folder / "topology.toml"
 
-    @property
-    def control_path(self) -> FilePath:
-        """The control socket; also in each command's environment, as GEOMESH_WAN_CONTROL."""
-        return self.folder / "control"
+def _print_line(region: str, line: str, is_error: bool) -> None:
+    print(f"[{region}] {line}", file=sys.stderr if is_error else sys.stdout, flush=True)
 
-    def address(self, region: str, family: int = 4) -> str:
-        """Return a region's IPv4 or IPv6 address."""
-        number = self.topology.index(region) + 1
-        if family == 4:
-            return f"10.71.{number}.1"
-        if not self.ipv6:
-            raise EmulationError("the emulation was made without IPv6")
-        return f"fd71::{number:x}:1"
 
-    def environment(
-        self, region: str, *, ranks_per_region: int = 1, master_port: int = MASTER_PORT
-    ) -> dict[str, str]:
-        """Return what a region's commands have in their environment.
-
-        With it a plain ``torchrun script.py`` in each region is one job: torchrun reads its
-        options from PET_ variables.
-        """
-        master = self.address(self.topology.regions[0])
-        return {
-            "GEOMESH_REGION": region,
-            "GEOMESH_TOPOLOGY": os.fspath(self.topology_file),
-            "GEOMESH_WAN_CONTROL": os.fspath(self.control_path),
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "MASTER_ADDR": master,
-            "MASTER_PORT": str(master_port),
-            "PET_MASTER_ADDR": master,
-            "PET_MASTER_PORT": str(master_port),
-            "PET_NNODES": str(len(self.topology.regions)),
-            "PET_NODE_RANK": str(self.topology.index(region)),
-            "PET_NPROC_PER_NODE": str(ranks_per_region),
-        }
-
-    def command(self, region: str, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` inside `region`, as the same process."""
-        self.topology.index(region)
-        binary = os.fspath(find_binary(self._binary))
-        return [binary, "enter", os.fspath(self.control_path), region, *command]
-
-    def popen(
-        self,
-        region: str,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> subprocess.Popen[Any]:
-        """Start a command inside a region.
-
-        Parameters
-        ----------
-        region : str
-            Where.
-        command : sequence of str
-            What, found on PATH.
-        env : mapping, optional
-            Added to this process's environment and to `environment`.
-        **options
-            As for `subprocess.Popen`.
-        """
-        full = {**os.environ, **self.environment(region), **(env or {})}
-        return subprocess.Popen(self.command(region, command), env=full, **options)
-
-    def run(
-        self,
-        region: str,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        **options: Any,
-    ) -> subprocess.CompletedProcess[Any]:
-        """Run a command inside a region to its end; `options` as for `subprocess.run`."""
-        full = {**os.environ, **self.environment(region), **(env or {})}
-        return subprocess.run(self.command(region, command), env=full, **options)
-
-    def set_link(self, source: str, target: str, link: Link) -> None:
-        """Set the link from `source` to `target`; what is under way keeps its time."""
-        words = ["link", source, target]
-        for path in link.paths:
-            words += [
-                "path",
-                f"bytes_per_s={path.bytes_per_s!r}",
-                f"delay_s={path.delay_s!r}",
-                f"jitter_s={path.jitter_s!r}",
-                f"loss={path.loss!r}",
-                f"queue_bytes={path.queue_bytes}",
-            ]
-        self._ask(" ".join(words))
-
-    def cut(self, region: str, other: str | None = None, *, one_way: bool = False) -> None:
-        """Let nothing pass between two regions, or between one and all others.
-
-        What is under way is lost. Endpoints are not told: there is silence, as after a cable cut.
-        """
-        self._for_pairs("cut", region, other, one_way)
-
-    def restore(self, region: str, other: str | None = None, *, one_way: bool = False) -> None:
-        """Undo `cut`."""
-        self._for_pairs("restore", region, other, one_way)
-
-    def counters(self) -> dict[tuple[str, str], Counters]:
-        """Return the counters of each ordered pair."""
-        return {
-            (pair.pop("from"), pair.pop("to")): _counters(pair)
-            for pair in self._ask("counters")["pairs"]
-        }
-
-    def wan_bytes(self) -> int:
-        """Return the bytes that went onto links between regions, all pairs together."""
-        return sum(counters.bytes for counters in self.counters().values())
-
-    def reset_counters(self) -> None:
-        """Begin all counters, and `health`, from zero."""
-        self._ask("reset")
-
-    def health(self) -> Health:
-        """Return how punctual the emulator was."""
-        reply = self._ask("status")
-        del reply["ok"]
-        return Health(**reply)
-
-    def kill_processes(self) -> None:
-        """Kill everything inside the regions; the regions stay."""
-        left = self._ask("kill")["left"]
-        if left:
-            raise EmulationError(f"{left} processes inside the regions cannot be killed")
-
-    def alive(self) -> bool:
-        """Whether packets are still carried."""
-        return self._wan is not None and self._wan.poll() is None
-
-    def _pairs(self) -> Iterator[tuple[str, str]]:
-        regions = self.topology.regions
-        return ((a, b) for a in regions for b in regions if a != b)
-
-    def _for_pairs(self, command: str, region: str, other: str | None, one_way: bool) -> None:
-        self.topology.index(region)
-        if other is not None:
-            self.topology.index(other)
-        others = [other] if other else [name for name in self.topology.regions if name != region]
-        for name in others:
-            self._ask(f"{command} {region} {name}")
-            if not one_way:
-                self._ask(f"{command} {name} {region}")
-
-    def _hosts(self) -> str:
-        lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
-        for region in self.topology.regions:
-            lines.append(f"{self.address(region)} {region}")
-            if self.ipv6:
-                lines.append(f"{self.address(region, 6)} {region}")
-        return "\n".join(lines) + "\n"
-
-    def _tcp_buffer_bytes(self) -> int:
-        most = max(
+def summary(wan: Emulation) -> str:
+    """Return a table of what went over each link, and how punctual the emulator was."""
+    rows = [("from", "to", "MB", "packets", "lost", "queue drops", "cut drops")]
+    counters = wan.counters()
+    for (source, target), pair in counters.items():
+        rows.append(
             (
-                self.topology.link(a, b).bytes_per_s * self.topology.rtt_s(a, b)
-                for a, b in self._pairs()
-            ),
-            default=0.0,
-        )
-        return min(max(int(5 * most), _MIN_TCP_BUFFER), _MAX_TCP_BUFFER)
-
-    def _start_wan(self, binary: FilePath) -> dict[str, Any]:
-        command = [os.fspath(binary), "run", "--parent", str(os.getpid())]
-        command += ["--folder", os.fspath(self.folder), "--seed", str(self.seed)]
-        command += ["--tcp-buffer", str(self._tcp_buffer_bytes())]
-        command += ["--ipv6"] if self.ipv6 else []
-        for region in self.topology.regions:
-            command += ["--region", region]
-        # A session of its own: a Ctrl-C at the terminal is for the front end, which ends it.
-        self._wan = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self._wan.stdout is not None
-        ready, _, _ = select.select([self._wan.stdout], [], [], _START_TIMEOUT_S)
-        line = self._wan.stdout.readline() if ready else b""
-        if not line:
-            raise EmulationError(f"{binary} did not start (exit status {self._wan.poll()})")
-        reply = json.loads(line)
-        if not reply["ok"]:
-            raise EmulationUnavailable(
-                f"cannot emulate regions on this machine: {reply['error']}. "
-                f"{_advice(reply['error'])}"
+                source,
+                target,
+                f"{pair.bytes / 1e6:.3f}",
+                str(pair.packets),
+                str(pair.lost_packets),
+                str(pair.queue_dropped_packets),
+                str(pair.cut_dropped_packets),
             )
-        return dict(reply)
-
-    def _ask(self, line: str) -> dict[str, Any]:
-        with self._lock:
-            if self._control is None or self._replies is None:
-                raise EmulationError("the emulation is not running")
-            try:
-                self._control.sendall(line.encode() + b"\n")
-                answer = self._replies.readline()
-            except OSError as error:
-                raise EmulationError(f"geomesh-wan does not answer: {error}") from error
-        if not answer:
-            raise EmulationError("geomesh-wan has ended; the regions are cut off from each other")
-        reply = json.loads(answer)
-        if not reply["ok"]:
-            raise EmulationError(f"geomesh-wan refused '{line}': {reply['error']}")
-        return dict(reply)
-
-
-def find_binary(given: str | os.PathLike[str] | None = None) -> FilePath:
-    """Return the ``geomesh-wan`` to use: the one given, the developer's, or the installed one."""
-    chosen = given or os.environ.get("GEOMESH_WAN_BINARY")
-    binary = FilePath(chosen) if chosen else FilePath(__file__).parent / "bin" / "geomesh-wan"
-    if not os.access(binary, os.X_OK):
-        raise EmulationUnavailable(
-            f"the emulator's program is not at {binary}: install the package again "
-            "(pip install -e . in a clone); it is built for Linux only"
         )
-    return binary
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        names = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(names + numbers).rstrip())
+    health = wan.health()
+    total = sum(pair.bytes for pair in counters.values())
+    lines.append(
+        f"total {total / 1e6:.3f} MB between regions; the emulator delivered "
+        f"{health.lateness_p99_s * 1e3:.2f} ms late (99th percentile), "
+        f"{health.device_drops} packets dropped by devices, {health.cpu_s:.1f} s of processor"
+    )
+    if not health.sound:
+        lines.append("void: the emulator lacked processor time, figures of this run do not count")
+    return "\n".join(lines)
 
 
-def sweep_stale() -> None:
-    """Remove what runs left whose front end and geomesh-wan were both killed."""
-    for base in {tempfile.gettempdir(), "/tmp"}:
-        for folder in FilePath(base).glob(f"{_FOLDER_PREFIX}*"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                if folder.stat().st_uid != os.getuid():
-                    continue
-                owner = json.loads((folder / "owner.json").read_text())
-                if any(_start_time(pid) == start for pid, start in owner["processes"]):
-                    continue
-                _kill_by_environment(folder)
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make_folder() -> FilePath:
-    base = tempfile.gettempdir()
-    # A socket's path has at most 107 bytes.
-    if len(base) > 60:
-        base = "/tmp"
-    return FilePath(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir=base))
-
-
-def _record_owner(folder: FilePath, wan: int) -> None:
-    processes = [[pid, _start_time(pid)] for pid in (os.getpid(), wan)]
-    (folder / "owner.json").write_text(json.dumps({"processes": processes}))
-
-
-def _start_time(pid: int) -> str | None:
-    """Return what tells a process from a later one with the same id; None: there is none."""
-    try:
-        status = FilePath(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = status.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _kill_by_environment(folder: FilePath) -> None:
-    """Kill processes that were started inside the regions of the run with this folder."""
-    mark = f"GEOMESH_WAN_CONTROL={folder / 'control'}".encode()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        found = False
-        for entry in FilePath("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                pid = int(entry.name)
-                environment = (entry / "environ").read_bytes().split(b"\0")
-                if pid != os.getpid() and mark in environment:
-                    found = True
-                    os.kill(pid, signal.SIGKILL)
-        if not found:
-            return
-        time.sleep(0.01)
-
-
-def _counters(pair: dict[str, Any]) -> Counters:
-    names = set(Counters.__dataclass_fields__) - {"paths"}
-    paths = tuple(_counters(path) for path in pair.get("paths", ()))
-    return Counters(
-        **{name: pair[name] for name in names if name in pair},
-        paths=paths if len(paths) > 1 else (),
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what ``geomesh emulate`` takes to a parser."""
+    parser.add_argument(
+        "topology",
+        metavar="TOPOLOGY",
+        help=f"a topology file, or the name of a shipped one: {', '.join(shipped())}",
+    )
+    _add_options(parser)
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND...",
+        help="what to run in every region, for example: -- torchrun train.py",
     )
 
 
-def _advice(error: str) -> str:
-    if "/dev/net/tun" in error:
-        if "No such file" in error or "No such device" in error:
-            return (
-                "Load the driver (modprobe tun); in a container give it the device "
-                "(docker run --device /dev/net/tun)."
-            )
-        return "Run as root, or let this user open the device (chmod 0666 /dev/net/tun)."
-    if "namespace" in error or "not permitted" in error:
-        return (
-            "Run as root (in a container with --cap-add SYS_ADMIN,NET_ADMIN), or allow user "
-            "namespaces: sysctl user.max_user_namespaces must not be 0 and, on Ubuntu, "
-            "kernel.apparmor_restrict_unprivileged_userns must be 0."
-        )
-    return "Run as root on a Linux machine."
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="F", help="multiply all bandwidths by F"
+    )
+    parser.add_argument(
+        "--ranks-per-region",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that torchrun starts in each region (default 1)",
+    )
+    parser.add_argument("--ipv6", action="store_true", help="IPv6 addresses in the regions as well")
+
+
+def _take_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the command; argparse leaves options that follow TOPOLOGY before it."""
+    words = arguments.command
+    if "--" not in words:
+        return list(words)
+    end = words.index("--")
+    parser = argparse.ArgumentParser(prog="geomesh emulate", usage="TOPOLOGY [options] -- COMMAND")
+    _add_options(parser)
+    parser.set_defaults(**{key: getattr(arguments, key) for key in ("scale", "ranks_per_region")})
+    parser.parse_args(words[:end], namespace=arguments)
+    return list(words[end + 1 :])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``geomesh emulate`` with parsed arguments; return the exit status."""
+    try:
+        command = _take_options(arguments)
+        if not command:
+            raise EmulationError("no command: geomesh emulate TOPOLOGY -- COMMAND...")
+        if arguments.ranks_per_region < 1:
+            raise EmulationError("--ranks-per-region must be at least 1")
+        topology = Topology.load(arguments.topology).scaled(arguments.scale)
+        with Emulation(topology, ipv6=arguments.ipv6) as wan:
+            if wan.warning:
+                print(f"geomesh emulate: {wan.warning}", file=sys.stderr)
+            status = run_in_regions(wan, command, ranks_per_region=arguments.ranks_per_region)
+            print(summary(wan), file=sys.stderr)
+            return status
+    except (EmulationError, TopologyError) as error:
+        print(f"geomesh emulate: {error}", file=sys.stderr)
+        return 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``geomesh emulate`` with command-line words."""
+    parser = argparse.ArgumentParser(
+        prog="geomesh emulate", description="Run a command in emulated regions."
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
