@@ -18,6 +18,14 @@ namespace geomesh::plan {
 
 using Algorithm = Program (*)(const CallShape& shape, const Topology& topology, int rank);
 
+// All algorithms for a call, in order of preference where costs are equal. The first serves where
+// sizes are unknown. (compile.cc)
+std::vector<Algorithm> Candidates(const CallShape& shape);
+
+// Every rank's program by one algorithm; not for kSendRecv, whose shape differs by rank.
+std::vector<Program> ForAllRanks(Algorithm algorithm, const CallShape& shape,
+                                 const Topology& topology);
+
 // direct.cc: every message goes straight from its source to its destination.
 Program DirectAllReduce(const CallShape& shape, const Topology& topology, int rank);
 Program DirectBroadcast(const CallShape& shape, const Topology& topology, int rank);

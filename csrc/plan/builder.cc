@@ -105,6 +105,17 @@ uint32_t OutputBlocks(const CallShape& shape, int rank, int world) {
   return 0;
 }
 
+void StepOrder::Append(const absl::InlinedVector<uint32_t, 4>& after) {
+  std::vector<uint64_t>& bits = before_.emplace_back();
+  if (after.empty()) return;
+  bits.resize(*std::max_element(after.begin(), after.end()) / 64 + 1);
+  for (const uint32_t early : after) {
+    const std::vector<uint64_t>& earlier = before_[early];
+    for (size_t w = 0; w < earlier.size(); ++w) bits[w] |= earlier[w];
+    bits[early / 64] |= uint64_t{1} << (early % 64);
+  }
+}
+
 ProgramBuilder::ProgramBuilder(const CallShape& shape, std::string name, int rank, int world,
                                int64_t granule)
     : collective_(shape.collective), sent_(world), received_(world) {
@@ -149,15 +160,13 @@ uint32_t ProgramBuilder::Append(StepKind kind, const Chunk& src, const Chunk& ds
   std::sort(after.begin(), after.end());
   after.erase(std::unique(after.begin(), after.end()), after.end());
   // What another of them waits for already need not be named.
-  const auto implied = [&](uint32_t early) {
-    return std::any_of(after.begin(), after.end(), [&](uint32_t late) {
-      const auto& before = program_.steps[late].after;
-      return std::find(before.begin(), before.end(), early) != before.end();
-    });
-  };
   for (const uint32_t early : after) {
-    if (early != index && !implied(early)) step.after.push_back(early);
+    const bool implied = std::any_of(after.begin(), after.end(), [&](uint32_t late) {
+      return late != index && order_.IsBefore(early, late);
+    });
+    if (early != index && !implied) step.after.push_back(early);
   }
+  order_.Append(step.after);
   return index;
 }
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/inlined_vector.h"
 #include "plan/compile.h"
 #include "plan/program.h"
 
@@ -56,6 +57,20 @@ bool IsSelfCopy(Collective collective, int rank, const Step& step);
 // Blocks of a call on `rank`, as program.h defines them.
 uint32_t InputBlocks(const CallShape& shape, int rank, int world);
 uint32_t OutputBlocks(const CallShape& shape, int rank, int world);
+
+// Which steps come before which: the transitive closure of `after`, grown step by step.
+class StepOrder {
+ public:
+  // The next step waits for `after`.
+  void Append(const absl::InlinedVector<uint32_t, 4>& after);
+  bool IsBefore(uint32_t early, uint32_t late) const {
+    const std::vector<uint64_t>& bits = before_[late];
+    return early / 64 < bits.size() && ((bits[early / 64] >> (early % 64)) & 1);
+  }
+
+ private:
+  std::vector<std::vector<uint64_t>> before_;  // a bit for each earlier step
+};
 
 class ProgramBuilder {
  public:
@@ -109,6 +124,7 @@ class ProgramBuilder {
   Program program_;
   // Of each block: the accesses that a later step may have to wait for.
   absl::flat_hash_map<BlockId, std::vector<Access>> accesses_;
+  StepOrder order_;
   std::vector<uint32_t> sent_, received_;  // messages so far, by peer
 };
 

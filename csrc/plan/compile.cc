@@ -39,7 +39,8 @@ absl::Status Check(const CallShape& shape, const Topology& topology, int rank) {
   return absl::OkStatus();
 }
 
-// In order of preference where costs are equal; the first is taken where sizes are unknown.
+}  // namespace
+
 std::vector<Algorithm> Candidates(const CallShape& shape) {
   switch (shape.collective) {
     case Collective::kAllReduce:
@@ -75,7 +76,15 @@ std::vector<Algorithm> Candidates(const CallShape& shape) {
   return {};
 }
 
-}  // namespace
+std::vector<Program> ForAllRanks(Algorithm algorithm, const CallShape& shape,
+                                 const Topology& topology) {
+  std::vector<Program> programs;
+  programs.reserve(topology.world());
+  for (int rank = 0; rank < topology.world(); ++rank) {
+    programs.push_back(algorithm(shape, topology, rank));
+  }
+  return programs;
+}
 
 int SizeClass(int64_t bytes) {
   return bytes <= 0 ? 0 : 1 + absl::bit_width(static_cast<uint64_t>(bytes) - 1);
