@@ -36,7 +36,7 @@ def test_batch_shrinks_where_whole_steps_do_not_fit() -> None:
     # 16 steps in all: T = 9 full steps of rank 0; rank 1 is 1.4 times slower: 6.43 full steps.
     costs = per_sample(1.0, 1.4)
     assert balance(costs, inner_steps=8) == [Share(9, 576), Share(7, 411)]
-    assert 576 / 1.4 == pytest.approx(411, abs=0.5)
+    assert round(576 / 1.4) == 411
 
 
 def test_step_time_is_part_of_the_split() -> None:
@@ -80,7 +80,7 @@ def test_bounds_on_samples() -> None:
     ],
 )
 def test_impossible_bounds_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"inner_steps|samples a round"):
         balance(per_sample(1.0, 1.0), **bad)
 
 
@@ -158,7 +158,8 @@ def test_cost_model_before_and_after_the_first_step() -> None:
     assert model.fit() is None
     assert observe(model, 32, 0.5).full_step_s == pytest.approx(0.5)
     cost = model.fit()  # no new steps
-    assert cost is not None and cost.full_step_s == pytest.approx(0.5)
+    assert cost is not None
+    assert cost.full_step_s == pytest.approx(0.5)
 
 
 def test_cost_model_ignores_outliers() -> None:
@@ -166,7 +167,8 @@ def test_cost_model_ignores_outliers() -> None:
     for i in range(9):
         model.observe(32, 30.0 if i in (0, 5) else 0.5)
     cost = model.fit()
-    assert cost is not None and cost.full_step_s == pytest.approx(0.5)
+    assert cost is not None
+    assert cost.full_step_s == pytest.approx(0.5)
 
 
 def test_cost_model_follows_a_flip_in_one_fit_and_smooths_jitter() -> None:
