@@ -364,7 +364,9 @@ class Emulation:
     def _hosts(self) -> str:
         lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
         for region in self.topology.regions:
+            # The mapped form is what a socket for both families looks up backwards.
             lines.append(f"{self.address(region)} {region}")
+            lines.append(f"::ffff:{self.address(region)} {region}")
             if self.ipv6:
                 lines.append(f"{self.address(region, 6)} {region}")
         return "\n".join(lines) + "\n"
