@@ -15,6 +15,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -23,9 +25,12 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "transport/call.h"
 #include "transport/wire/wire.h"
 
 namespace geomesh::transport {
+
+class Core;
 
 // A process known to this engine. Dense from 0 in the order of AddPeer; never reused.
 enum class PeerId : uint32_t {};
@@ -74,8 +79,11 @@ struct Envelope {
 };
 
 struct EngineOptions {
-  int lanes = 0;                        // a peer; 0: chosen (1 on the same host, more elsewhere)
-  int64_t unexpected_bytes = 32 << 20;  // a peer: what it may send before the receive is posted
+  int lanes = 0;  // a peer; 0: chosen (1 on the same host and in the same region, else 4)
+  // Of this process, for that choice. Empty host: the machine's name.
+  std::string host, region;
+  // A peer: what it may send before the receive is posted. At least 1 MB.
+  int64_t unexpected_bytes = 32 << 20;
   absl::Duration heartbeat = absl::Milliseconds(250);
   absl::Duration suspect_after = absl::Seconds(3);  // silent that long: logged and named
   absl::Duration dead_after = absl::Seconds(20);    // silent that long: given up
@@ -119,7 +127,29 @@ class Engine {
 
   // Posts and waits for the result. Not from the engine thread.
   template <typename F>
-  auto Call(F f);
+  std::invoke_result_t<F&> Call(F f) {
+    using R = std::invoke_result_t<F&>;
+    // A call without a result waits for one all the same.
+    using Waited = std::conditional_t<std::is_void_v<R>, bool, R>;
+    auto state = std::make_shared<internal::CallState<Waited>>();
+    Post([f = std::move(f), finisher = internal::Finisher<Waited>(state)]() mutable {
+      if constexpr (std::is_void_v<R>) {
+        f();
+        finisher.Finish(true);
+      } else {
+        finisher.Finish(f());
+      }
+    });
+    if constexpr (std::is_void_v<R>) {
+      state->Wait();
+    } else {
+      return state->Wait();
+    }
+  }
+
+  // Waits until every peer that is alive has received all that was sent to it; DeadlineExceeded
+  // with the bytes and peers that are missing. Not from the engine thread.
+  absl::Status Drain(absl::Time deadline);
 
   // ---- engine thread only ----
 
@@ -163,6 +193,11 @@ class Engine {
 
   std::vector<PeerStats> Stats() const;
   std::string DescribePeer(PeerId peer) const;
+
+ private:
+  explicit Engine(std::unique_ptr<Core> core);
+
+  std::unique_ptr<Core> core_;
 };
 
 }  // namespace geomesh::transport

@@ -1,0 +1,52 @@
+#include "transport/lane.h"
+
+#include <algorithm>
+
+namespace geomesh::transport {
+namespace {
+
+constexpr absl::Duration kRateMemory = absl::Seconds(1);
+
+}  // namespace
+
+LaneView Lane::View(int lanes) const {
+  LaneView view;
+  view.in_flight_bytes = in_flight_bytes;
+  view.bytes_per_s = bytes_per_s;
+  if (min_rtt != absl::InfiniteDuration()) view.rtt_s = absl::ToDoubleSeconds(min_rtt);
+  view.window_bytes = WindowBytes(view.bytes_per_s, view.rtt_s, lanes);
+  return view;
+}
+
+void Lane::OnSend(Outgoing* out, Instant now, int lanes) {
+  if (in_flight.empty()) delivered_at = now;
+  out->posted_at = now;
+  out->delivered_before = delivered_bytes;
+  out->delivered_at_before = delivered_at;
+  in_flight.push_back(out);
+  in_flight_bytes += out->bytes();
+  out->window_full = in_flight_bytes >= View(lanes).window_bytes;
+  sent_at = now;
+}
+
+void Lane::OnAck(const Outgoing& out, absl::Duration ack_delay, Instant now) {
+  const absl::Duration sample =
+      std::max(Between(out.posted_at, now) - ack_delay, absl::Microseconds(1));
+  min_rtt = std::min(min_rtt, sample);
+  rtt = rtt == absl::ZeroDuration() ? sample : rtt + (sample - rtt) / 8;
+
+  // Delivered over the time since the ack before this segment was posted: independent of how acks
+  // are bunched, as that time is at least one round trip.
+  delivered_at = now;
+  const double seconds = absl::ToDoubleSeconds(Between(out.delivered_at_before, now));
+  if (seconds <= 0) return;
+  const double rate = static_cast<double>(delivered_bytes - out.delivered_before) / seconds;
+  // A lower rate is believed only when it was the lane, and not the caller, that set it.
+  const bool stale = Between(rate_at, now) > std::max(kRateMemory, 10 * rtt);
+  if (rate >= bytes_per_s || (stale && out.window_full)) {
+    bytes_per_s = rate;
+    rate_at = now;
+  }
+}
+
+}  // namespace geomesh::transport

@@ -1,0 +1,868 @@
+#include "transport/peer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "transport/bytes.h"
+
+namespace geomesh::transport {
+namespace {
+
+constexpr int kRemoteLanes = 4;
+constexpr uint64_t kAckNowBytes = kMaxSegmentPayloadBytes;
+constexpr absl::Duration kMaxRetry = absl::Seconds(1);
+
+// Needs no acknowledgement of its own.
+bool IsBare(SegmentType type) {
+  return type == SegmentType::kAck || type == SegmentType::kHeartbeat;
+}
+
+bool Less(const ProcessUid& a, const ProcessUid& b) {
+  return a.high != b.high ? a.high < b.high : a.low < b.low;
+}
+
+std::string Join(absl::string_view who, absl::string_view what) {
+  return absl::StrCat(who, " ", what);
+}
+
+absl::Status StatusFromWire(uint32_t code, std::string text) {
+  const bool known = code >= 1 && code <= 16;
+  return absl::Status(known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown,
+                      std::move(text));
+}
+
+}  // namespace
+
+Peer::Peer(PeerHost* host, PeerId id, PeerRecord record)
+    : host_(host),
+      id_(id),
+      record_(std::move(record)),
+      is_self_(record_.uid == host->self_uid()),
+      dials_(Less(host->self_uid(), record_.uid)),
+      send_check_(SourceCheck(host->self_uid(), record_.uid)),
+      receive_check_(SourceCheck(record_.uid, host->self_uid())),
+      inbox_(this, static_cast<uint64_t>(host->options().unexpected_bytes)) {}
+
+Peer::~Peer() = default;
+
+std::string Peer::Description() const {
+  std::string text = record_.rank >= 0 ? absl::StrCat("rank ", record_.rank) : "a process";
+  if (!record_.host.empty()) absl::StrAppend(&text, " on host ", record_.host);
+  if (!record_.region.empty()) absl::StrAppend(&text, " (", record_.region, ")");
+  return text;
+}
+
+// ---- connecting ----
+
+void Peer::Connect() {
+  if (is_self_) {
+    state_ = State::kConnected;
+    return;
+  }
+  connect_deadline_ = std::chrono::steady_clock::now() + host_->options().connect_timeout;
+  if (record_.wire != host_->wire().name()) {
+    Lose(absl::UnavailableError(absl::StrCat(Description(), " uses wire \"", record_.wire,
+                                             "\", this process \"", host_->wire().name(),
+                                             "\": set the same on all ranks")));
+    return;
+  }
+  if (dials_) Dial();
+}
+
+void Peer::Dial() {
+  const EngineOptions& options = host_->options();
+  const bool near = record_.host == options.host && record_.region == options.region;
+  const int lanes = options.lanes > 0 ? options.lanes : near ? 1 : kRemoteLanes;
+  Hello hello;
+  hello.dialer = host_->self_uid();
+  hello.target = record_.uid;
+  hello.attempt = ++attempt_;
+  hello.unexpected_bytes = static_cast<uint64_t>(options.unexpected_bytes);
+  hello.description = host_->SelfDescription();
+  const absl::StatusOr<LaneId> first =
+      host_->wire().Dial(record_.address, Description(), lanes, AsBytes(hello.Serialize()));
+  if (!first.ok()) {
+    if (first.status().code() == absl::StatusCode::kInvalidArgument) {
+      Lose(absl::UnavailableError(
+          absl::StrCat("cannot connect to ", Description(), ": ", first.status().message())));
+    } else {
+      RetryDial(first.status());
+    }
+    return;
+  }
+  const Instant now = std::chrono::steady_clock::now();
+  for (int i = 0; i < lanes; ++i) {
+    auto lane = std::make_unique<Lane>();
+    lane->id = static_cast<LaneId>(static_cast<uint32_t>(*first) + i);
+    lane->name = attempt_ << 8 | static_cast<uint32_t>(i);
+    lane->heard_at = lane->sent_at = now;
+    host_->AddLane(lane->id, this);
+    lanes_.push_back(std::move(lane));
+  }
+}
+
+void Peer::RetryDial(const absl::Status& reason) {
+  connect_trouble_ = std::string(reason.message());
+  if (!dials_ || retry_pending_) return;
+  retry_pending_ = true;
+  host_->RunAt(std::chrono::steady_clock::now() + retry_in_, [this] {
+    retry_pending_ = false;
+    if (state_ == State::kConnecting && lanes_.empty()) Dial();
+  });
+  retry_in_ = std::min(2 * retry_in_, kMaxRetry);
+}
+
+bool Peer::Accept(LaneId id, int index, const Hello& hello) {
+  if (state_ == State::kLost || is_self_ || dials_) return false;
+  const Instant now = std::chrono::steady_clock::now();
+  if (hello.attempt != attempt_) {
+    // A newer try of a dialer that gave the last one up. Once it had spoken, it would not try.
+    if (hello.attempt < attempt_ || state_ == State::kConnected) return false;
+    CloseLanes();
+    control_.clear();
+    attempt_ = hello.attempt;
+  }
+  outbox_.SetBound(std::max<uint64_t>(hello.unexpected_bytes, kMinUnexpectedBytes));
+  auto lane = std::make_unique<Lane>();
+  lane->id = id;
+  lane->name = attempt_ << 8 | static_cast<uint32_t>(index);
+  lane->heard_at = lane->sent_at = now;
+  lane->state = Lane::State::kReady;
+  host_->AddLane(id, this);
+  lanes_.push_back(std::move(lane));
+  // Not within the wire's callback: it may want to finish setting the lane up first.
+  host_->Defer([this, id] {
+    if (Lane* lane = FindLane(id); lane != nullptr) Welcome(lane);
+  });
+  return true;
+}
+
+void Peer::Welcome(Lane* lane) {
+  SegmentHeader header;
+  header.type = SegmentType::kWelcome;
+  header.total_bytes = static_cast<uint64_t>(host_->options().unexpected_bytes);
+  PostControl(lane, {header, ""});
+  host_->MarkDirty(this);
+}
+
+void Peer::BecomeConnected() {
+  if (state_ != State::kConnecting) return;
+  state_ = State::kConnected;
+  host_->MarkDirty(this);
+  Log(LogLevel::kInfo, "transport", absl::StrCat("connected to ", Description()));
+}
+
+Lane* Peer::FindLane(LaneId id) {
+  for (const auto& lane : lanes_) {
+    if (lane->id == id) return lane.get();
+  }
+  return nullptr;
+}
+
+int Peer::ReadyLanes() const {
+  return static_cast<int>(std::count_if(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+    return lane->state == Lane::State::kReady && !lane->broken;
+  }));
+}
+
+void Peer::OnLaneUp(LaneId) {}  // usable for us only once the other side welcomed it
+
+// ---- what the engine's users call ----
+
+void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Engine::SendDone done,
+                int urgency) {
+  auto message = std::make_shared<OutMessage>();
+  message->envelope = envelope;
+  message->bytes = bytes;
+  message->done = std::move(done);
+  message->urgency = urgency;
+  if (state_ == State::kLost) {
+    FailMessage(message, lost_reason_);
+    return;
+  }
+  if (is_self_) {
+    if (!FeedSelf(message)) self_waiting_.push_back(std::move(message));
+    return;
+  }
+  if (!outbox_.Add(message)) {
+    message->failure = absl::InvalidArgumentError(
+        absl::StrFormat("message %d of channel %016x is already on its way to %s", envelope.key.id,
+                        envelope.key.channel, Description()));
+    Defer([message] { std::move(message->done)(message->failure); });
+    return;
+  }
+  host_->MarkDirty(this);
+}
+
+void Peer::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done) {
+  inbox_.Recv(envelope, buffer, std::move(done));
+  const auto it = std::find_if(self_waiting_.begin(), self_waiting_.end(),
+                               [&](const auto& m) { return m->envelope.key == envelope.key; });
+  if (it != self_waiting_.end()) {
+    const OutMessagePtr message = *it;
+    self_waiting_.erase(it);
+    FeedSelf(message);
+  }
+}
+
+// A message to this process itself: through the same inbox, without a wire.
+bool Peer::FeedSelf(const OutMessagePtr& message) {
+  const uint64_t size = message->bytes.size();
+  const uint64_t segments = SegmentCount(size);
+  const MessageKey& key = message->envelope.key;
+  if (!inbox_.Expects(key) &&
+      inbox_.stored_bytes() + size + segments * kSegmentChargeBytes > inbox_.bound_bytes()) {
+    return false;
+  }
+  self_reject_ = absl::OkStatus();
+  absl::Status status;
+  for (uint64_t i = 0; i < segments && status.ok(); ++i) {
+    SegmentHeader header;
+    header.type = SegmentType::kData;
+    header.key = key;
+    header.fingerprint = message->envelope.fingerprint;
+    header.total_bytes = size;
+    header.offset = i * kMaxSegmentPayloadBytes;
+    header.flags = kSolicited;
+    status = inbox_.OnData(header, message->bytes.subspan(header.offset, kMaxSegmentPayloadBytes));
+  }
+  status.Update(self_reject_);
+  ++segments_sent_;
+  ++segments_received_;
+  bytes_sent_ += size;
+  bytes_received_ += size;
+  message->failure = status;
+  Defer([message] { std::move(message->done)(message->failure); });
+  return true;
+}
+
+void Peer::CloseChannel(uint64_t channel, const absl::Status& reason) {
+  inbox_.CloseChannel(channel, reason);
+  for (const OutMessagePtr& message : outbox_.Messages()) {
+    if (message->envelope.key.channel == channel) FailMessage(message, reason);
+  }
+  std::vector<OutMessagePtr> waiting = std::exchange(self_waiting_, {});
+  for (OutMessagePtr& message : waiting) {
+    if (message->envelope.key.channel == channel) {
+      FailMessage(message, reason);
+    } else {
+      self_waiting_.push_back(std::move(message));
+    }
+  }
+}
+
+void Peer::TellClosed(uint64_t channel, const absl::Status& reason) {
+  if (is_self_ || state_ == State::kLost) return;
+  SegmentHeader header;
+  header.type = SegmentType::kClose;
+  header.key.channel = channel;
+  header.fingerprint = static_cast<uint32_t>(reason.code());
+  QueueControl(header, std::string(reason.message().substr(0, kMaxTextBytes)));
+}
+
+void Peer::FailMessage(const OutMessagePtr& message, const absl::Status& reason) {
+  if (message->failure.ok()) message->failure = reason;
+  if (!is_self_) outbox_.Remove(message);
+  MaybeFinish(message);
+}
+
+void Peer::MaybeFinish(const OutMessagePtr& message) {
+  if (message->finished || message->unposted > 0) return;
+  if (message->failure.ok() && (!message->all_handed_out() || message->in_doubt > 0)) return;
+  message->finished = true;
+  if (!is_self_) outbox_.Remove(message);
+  Defer([message] {
+    std::move(message->done)(message->failure.ok() ? message->reject : message->failure);
+  });
+}
+
+// ---- Inbox::Host ----
+
+void Peer::Want(const MessageKey& key) {
+  if (is_self_) return;
+  wanted_.push_back(key);
+  host_->MarkDirty(this);
+}
+
+void Peer::Reject(const MessageKey& key, const absl::Status& status) {
+  Log(LogLevel::kWarning, "transport", status.message());
+  if (is_self_) {
+    self_reject_ = status;
+    return;
+  }
+  SegmentHeader header;
+  header.type = SegmentType::kReject;
+  header.key = key;
+  header.fingerprint = static_cast<uint32_t>(status.code());
+  QueueControl(header, std::string(status.message().substr(0, kMaxTextBytes)));
+}
+
+// ---- sending ----
+
+void Peer::QueueControl(SegmentHeader header, std::string payload) {
+  control_.push_back({header, std::move(payload)});
+  host_->MarkDirty(this);
+}
+
+void Peer::FlushKeyLists() {
+  const auto queue = [this](SegmentType type, absl::Span<const MessageKey> keys) {
+    for (size_t at = 0; at < keys.size(); at += kMaxKeysPerSegment) {
+      SegmentHeader header;
+      header.type = type;
+      control_.push_back({header, EncodeKeys(keys.subspan(at, kMaxKeysPerSegment))});
+    }
+  };
+  queue(SegmentType::kWanted, wanted_);
+  wanted_.clear();
+  queue(SegmentType::kAnnounce, outbox_.TakeAnnouncements(false));
+}
+
+void Peer::Pump() {
+  // Before the other side was heard, nothing goes out that could be missed.
+  if (state_ != State::kConnected || is_self_ || leaving_) return;
+  const auto post_control = [this] {
+    while (!control_.empty()) {
+      // Always the first lane, so that control segments keep their order.
+      const auto lane = std::find_if(lanes_.begin(), lanes_.end(), [](const auto& l) {
+        return l->state == Lane::State::kReady && !l->broken;
+      });
+      if (lane == lanes_.end()) return;
+      Control control = std::move(control_.front());
+      control_.pop_front();
+      PostControl(lane->get(), std::move(control));
+    }
+  };
+  FlushKeyLists();
+  post_control();
+
+  std::vector<LaneView> views;
+  std::vector<Lane*> ready;
+  for (const auto& lane : lanes_) {
+    if (lane->state == Lane::State::kReady && !lane->broken) ready.push_back(lane.get());
+  }
+  for (Lane* lane : ready) views.push_back(lane->View(static_cast<int>(ready.size())));
+  while (true) {
+    const int level = outbox_.NextLevel();
+    if (level == kLevels) break;
+    const int pick = PickLane(views, static_cast<Level>(level));
+    if (pick < 0) break;
+    Outbox::Segment segment = outbox_.Take();
+    auto* out = new Outgoing;
+    out->header.type = SegmentType::kData;
+    out->header.flags = segment.solicited ? kSolicited : 0;
+    out->header.key = segment.message->envelope.key;
+    out->header.fingerprint = segment.message->envelope.fingerprint;
+    out->header.total_bytes = segment.message->bytes.size();
+    out->header.offset = segment.offset;
+    out->payload = segment.message->bytes.subspan(segment.offset, segment.size);
+    out->message = std::move(segment.message);
+    ++out->message->unposted;
+    unposted_bytes_ += static_cast<int64_t>(segment.size);
+    bytes_sent_ += segment.size;
+    ++segments_sent_;
+    PostSegment(ready[pick], out);
+    if (ready[pick]->broken) {
+      views[pick].in_flight_bytes = UINT64_MAX;  // never picked again
+    } else {
+      views[pick].in_flight_bytes = ready[pick]->in_flight_bytes;
+    }
+  }
+  FlushKeyLists();  // messages that met the end of the credit just now
+  post_control();
+}
+
+void Peer::PostControl(Lane* lane, Control control) {
+  auto* out = new Outgoing;
+  out->header = control.header;
+  out->owned_payload = std::move(control.payload);
+  out->payload = AsBytes(out->owned_payload);
+  PostSegment(lane, out);
+}
+
+void Peer::PostBare(Lane* lane, SegmentType type) {
+  if (lane->bare_on_wire || lane->broken) return;
+  auto* out = new Outgoing;
+  out->header.type = type;
+  lane->bare_on_wire = true;
+  PostSegment(lane, out);
+}
+
+void Peer::PostSegment(Lane* lane, Outgoing* out) {
+  const Instant now = std::chrono::steady_clock::now();
+  out->lane = lane->id;
+  SegmentHeader& h = out->header;
+  h.source_check = send_check_;
+  h.sequence = ++lane->sent_sequence;
+  h.ack = lane->received_sequence;
+  h.ack_delay_us = static_cast<uint32_t>(
+      std::clamp<int64_t>(absl::ToInt64Microseconds(Between(lane->heard_at, now)), 0, UINT32_MAX));
+  h.released = inbox_.released();
+  h.payload_bytes = static_cast<uint32_t>(out->payload.size());
+  EncodeHeader(h, &out->header_bytes);
+  lane->unacked_bytes = 0;
+  lane->OnSend(out, now, ReadyLanes());
+  out->on_wire = true;
+  host_->Track(out, this);
+  const absl::Status status = host_->wire().Post(lane->id, out->header_bytes, out->payload,
+                                                 PostToken{reinterpret_cast<uint64_t>(out)});
+  if (status.ok()) return;
+  lane->broken = true;
+  const LaneId id = lane->id;
+  OnPosted(out, status);
+  host_->Defer([this, id, status] {
+    if (FindLane(id) == nullptr) return;
+    host_->wire().Close(id);
+    OnLaneLost(id, status);
+  });
+}
+
+// Of `out`, which is not tracked any more.
+void Peer::OnPosted(Outgoing* out, const absl::Status& status) {
+  out->on_wire = false;
+  const OutMessagePtr message = out->message;
+  if (message != nullptr) {
+    --message->unposted;
+    unposted_bytes_ -= static_cast<int64_t>(out->payload.size());
+    if (!status.ok() && !out->settled && !out->in_doubt && !message->finished) {
+      out->in_doubt = true;
+      ++message->in_doubt;
+    }
+  } else if (IsBare(out->header.type)) {
+    if (Lane* lane = FindLane(out->lane); lane != nullptr) {
+      lane->bare_on_wire = false;
+      if (lane->unacked_bytes > 0) host_->AckSoon();
+    }
+  }
+  if (out->settled) delete out;
+  if (message != nullptr) MaybeFinish(message);
+}
+
+// `out` has left its lane's queue.
+void Peer::Settle(Outgoing* out) {
+  out->settled = true;
+  if (out->in_doubt && out->message != nullptr) {
+    out->in_doubt = false;
+    --out->message->in_doubt;
+    MaybeFinish(out->message);
+  }
+  if (!out->on_wire) delete out;
+}
+
+void Peer::FlushAcks(bool all) {
+  if (state_ == State::kLost || is_self_ || leaving_) return;
+  for (const auto& lane : lanes_) {
+    if (lane->unacked_bytes == 0 || lane->state == Lane::State::kConnecting) continue;
+    if (all || lane->unacked_bytes >= kAckNowBytes) PostBare(lane.get(), SegmentType::kAck);
+  }
+}
+
+// ---- receiving ----
+
+void Peer::OnSegment(LaneId id, absl::Span<const std::byte> header_bytes,
+                     absl::Span<const std::byte> payload) {
+  Lane* lane = FindLane(id);
+  if (lane == nullptr || state_ == State::kLost) return;
+  absl::StatusOr<SegmentHeader> header = ParseHeader(header_bytes, payload.size());
+  const absl::Status status = header.ok() ? HandleSegment(lane, *header, payload) : header.status();
+  if (!status.ok() && state_ != State::kLost) {
+    Lose(absl::UnavailableError(
+        absl::StrCat("lost ", Description(), ", which broke the protocol: ", status.message())));
+  }
+}
+
+absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
+                                 absl::Span<const std::byte> payload) {
+  if (h.source_check != receive_check_) {
+    return absl::InvalidArgumentError("a segment of another process or another job");
+  }
+  if (h.sequence != lane->received_sequence + 1) {
+    return absl::InvalidArgumentError(absl::StrCat("segment ", h.sequence, " follows segment ",
+                                                   lane->received_sequence, " of a lane"));
+  }
+  if (lane->state == Lane::State::kLeft && h.type != SegmentType::kAck) {
+    return absl::InvalidArgumentError("a segment after bye");
+  }
+  if (lane->state == Lane::State::kConnecting && h.type != SegmentType::kWelcome &&
+      h.type != SegmentType::kRefused) {
+    return absl::InvalidArgumentError("a lane that does not begin with a welcome");
+  }
+  ++lane->received_sequence;
+  lane->heard_at = std::chrono::steady_clock::now();
+  if (lane->state == Lane::State::kReady) BecomeConnected();
+  GM_RETURN_IF_ERROR(HandleAck(lane, h));
+  if (!IsBare(h.type)) {
+    if (lane->unacked_bytes == 0) host_->AckSoon();
+    lane->unacked_bytes += kSegmentHeaderBytes + payload.size();
+    host_->MarkDirty(this);
+  }
+  if (leaving_ && h.type != SegmentType::kBye) return absl::OkStatus();
+  switch (h.type) {
+    case SegmentType::kData:
+      ++segments_received_;
+      bytes_received_ += payload.size();
+      return inbox_.OnData(h, payload);
+    case SegmentType::kAck:
+    case SegmentType::kHeartbeat:
+      return absl::OkStatus();
+    case SegmentType::kWanted:
+      for (const MessageKey& key : DecodeKeys(payload)) outbox_.OnWanted(key);
+      host_->MarkDirty(this);
+      return absl::OkStatus();
+    case SegmentType::kAnnounce:
+      inbox_.OnAnnounce(DecodeKeys(payload));
+      return absl::OkStatus();
+    case SegmentType::kReject:
+      HandleReject(h, payload);
+      return absl::OkStatus();
+    case SegmentType::kClose:
+      host_->OnPeerClosedChannel(
+          this, h.key.channel,
+          StatusFromWire(h.fingerprint, Join(Description(), absl::StrCat("closed the channel: ",
+                                                                         AsText(payload)))));
+      return absl::OkStatus();
+    case SegmentType::kBye:
+      HandleBye(lane);
+      return absl::OkStatus();
+    case SegmentType::kLaneLost:
+      return HandleLaneLost(h);
+    case SegmentType::kWelcome:
+      if (lane->state != Lane::State::kConnecting) {
+        return absl::InvalidArgumentError("a welcome in the middle of a lane");
+      }
+      lane->state = Lane::State::kReady;
+      outbox_.SetBound(std::max<uint64_t>(h.total_bytes, kMinUnexpectedBytes));
+      BecomeConnected();
+      PostBare(lane, SegmentType::kHeartbeat);  // tells the other side that the lane works
+      return absl::OkStatus();
+    case SegmentType::kRefused:
+      Lose(absl::UnavailableError(
+          absl::StrCat("cannot connect to ", Description(), ": it refused, ", AsText(payload))));
+      return absl::OkStatus();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Peer::HandleAck(Lane* lane, const SegmentHeader& h) {
+  if (h.ack > lane->sent_sequence) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "an acknowledgement of segment ", h.ack, ", the last one sent was ", lane->sent_sequence));
+  }
+  if (!outbox_.OnReleased(h.released)) {
+    return absl::InvalidArgumentError("credit for more bytes than were sent");
+  }
+  if (outbox_.size() > 0 || !control_.empty()) host_->MarkDirty(this);
+  Outgoing* newest = nullptr;
+  std::vector<Outgoing*> acked;
+  while (!lane->in_flight.empty() && lane->in_flight.front()->header.sequence <= h.ack) {
+    newest = lane->in_flight.front();
+    lane->in_flight.pop_front();
+    lane->in_flight_bytes -= newest->bytes();
+    lane->delivered_bytes += newest->bytes();
+    acked.push_back(newest);
+  }
+  if (newest == nullptr) return absl::OkStatus();
+  lane->OnAck(*newest, absl::Microseconds(h.ack_delay_us), std::chrono::steady_clock::now());
+  for (Outgoing* out : acked) Settle(out);
+  return absl::OkStatus();
+}
+
+void Peer::HandleReject(const SegmentHeader& h, absl::Span<const std::byte> payload) {
+  const OutMessagePtr message = outbox_.Find(h.key);
+  if (message == nullptr) return;  // done already: the channel's owner learns it from the receiver
+  // The rest is still sent, and thrown away there, so that both sides agree where it ends.
+  message->reject = StatusFromWire(
+      h.fingerprint, Join(Description(), absl::StrCat("could not receive: ", AsText(payload))));
+}
+
+void Peer::HandleBye(Lane* lane) {
+  said_bye_ = true;
+  lane->state = Lane::State::kLeft;
+  lane->bare_on_wire = false;
+  PostBare(lane, SegmentType::kAck);
+  const bool all = std::all_of(lanes_.begin(), lanes_.end(),
+                               [](const auto& l) { return l->state == Lane::State::kLeft; });
+  if (all) Lose(absl::UnavailableError(Join(Description(), "left the job")), /*left=*/true);
+}
+
+// ---- losing ----
+
+void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
+  const auto it =
+      std::find_if(lanes_.begin(), lanes_.end(), [id](const auto& lane) { return lane->id == id; });
+  if (it == lanes_.end()) return;
+  const std::unique_ptr<Lane> lane = std::move(*it);
+  lanes_.erase(it);
+  host_->ForgetLane(id);
+
+  if (state_ == State::kLost) {
+    for (Outgoing* out : lane->in_flight) Settle(out);
+    return;
+  }
+  for (Outgoing* out : lane->in_flight) {
+    if (out->message != nullptr && !out->message->finished && !out->in_doubt) {
+      out->in_doubt = true;
+      ++out->message->in_doubt;
+    }
+  }
+  in_doubt_[lane->name] = std::move(lane->in_flight);
+
+  if (lanes_.empty()) {
+    if (said_bye_) {
+      Lose(absl::UnavailableError(Join(Description(), "left the job")), /*left=*/true);
+    } else if (state_ == State::kConnected) {
+      Lose(absl::UnavailableError(absl::StrCat("lost ", Description(), ": ", reason.message())));
+    } else {
+      // What the wire took was at most a welcome and early messages that nobody will acknowledge.
+      ResolveLost(lane->name, 0).IgnoreError();
+      control_.clear();
+      RetryDial(reason);
+    }
+    return;
+  }
+  const bool all_left = std::all_of(lanes_.begin(), lanes_.end(),
+                                    [](const auto& l) { return l->state == Lane::State::kLeft; });
+  if (all_left) {
+    Lose(absl::UnavailableError(Join(Description(), "left the job")), /*left=*/true);
+    return;
+  }
+  if (lane->state != Lane::State::kLeft) {
+    Log(LogLevel::kInfo, "transport",
+        absl::StrCat("one of ", lanes_.size() + 1, " lanes to ", Description(), " is lost (",
+                     reason.message(), "), going on with the others"));
+  }
+  SegmentHeader header;
+  header.type = SegmentType::kLaneLost;
+  header.key.id = lane->name;
+  header.offset = lane->received_sequence;
+  control_.push_front({header, ""});
+  host_->MarkDirty(this);
+}
+
+absl::Status Peer::HandleLaneLost(const SegmentHeader& h) {
+  if (h.key.id > UINT32_MAX) return absl::InvalidArgumentError("the loss of an impossible lane");
+  const auto name = static_cast<uint32_t>(h.key.id);
+  const auto it = std::find_if(lanes_.begin(), lanes_.end(),
+                               [name](const auto& lane) { return lane->name == name; });
+  if (it != lanes_.end()) {
+    const LaneId id = (*it)->id;
+    host_->wire().Close(id);
+    OnLaneLost(id, absl::UnavailableError("the other side lost it"));
+    if (state_ == State::kLost) return absl::OkStatus();
+  }
+  return ResolveLost(name, h.offset);
+}
+
+// The peer received the first `received` segments of the lane. The others are sent again, unless
+// their memory is no longer ours: a send is done when the wire has taken it over.
+absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
+  const auto it = in_doubt_.find(name);
+  if (it == in_doubt_.end()) return absl::OkStatus();
+  const std::deque<Outgoing*> doubtful = std::move(it->second);
+  in_doubt_.erase(it);
+  if (!doubtful.empty() && received > doubtful.back()->header.sequence) {
+    for (Outgoing* out : doubtful) Settle(out);
+    return absl::InvalidArgumentError("the end of a lane beyond what was sent on it");
+  }
+  std::deque<Control> control_again;
+  bool data_gone = false;
+  for (Outgoing* out : doubtful) {
+    if (out->header.sequence > received) {
+      const OutMessagePtr& message = out->message;
+      if (message == nullptr) {
+        switch (out->header.type) {
+          case SegmentType::kWanted:
+          case SegmentType::kAnnounce:
+          case SegmentType::kReject:
+          case SegmentType::kClose:
+          case SegmentType::kLaneLost:
+            control_again.push_back({out->header, out->owned_payload});
+            break;
+          default:
+            break;
+        }
+      } else if (!message->finished && message->failure.ok()) {
+        outbox_.PutBack(message, {out->header.offset, (out->header.flags & kSolicited) != 0});
+      } else if (message->failure.ok()) {
+        data_gone = true;
+      }
+    }
+    Settle(out);
+  }
+  control_.insert(control_.begin(), control_again.begin(), control_again.end());
+  host_->MarkDirty(this);
+  if (data_gone) {
+    Lose(absl::UnavailableError(
+        absl::StrCat("lost ", Description(),
+                     ": a lane broke with messages on it whose sends were already done")));
+  }
+  return absl::OkStatus();
+}
+
+void Peer::Lose(const absl::Status& reason, bool left) {
+  if (state_ == State::kLost) return;
+  state_ = State::kLost;
+  lost_reason_ = reason;
+  Log(left ? LogLevel::kInfo : LogLevel::kError, "transport", reason.message());
+  inbox_.OnPeerLost(reason);
+  control_.clear();
+  wanted_.clear();
+  for (const OutMessagePtr& message : outbox_.Messages()) FailMessage(message, reason);
+  // Who left is still told what of its last words came, and closes the lanes itself.
+  if (!left) CloseLanes();
+  auto in_doubt = std::exchange(in_doubt_, {});
+  for (auto& [name, doubtful] : in_doubt) {
+    for (Outgoing* out : doubtful) Settle(out);
+  }
+  host_->OnPeerLost(this, reason);
+}
+
+void Peer::CloseLanes() {
+  std::vector<std::unique_ptr<Lane>> lanes = std::exchange(lanes_, {});
+  for (const auto& lane : lanes) {
+    host_->ForgetLane(lane->id);
+    host_->wire().Close(lane->id);
+  }
+  for (const auto& lane : lanes) {
+    for (Outgoing* out : lane->in_flight) Settle(out);
+  }
+}
+
+void Peer::Tick(Instant now, absl::Duration late, bool announce) {
+  if (is_self_ || state_ == State::kLost || leaving_) return;
+  const EngineOptions& options = host_->options();
+  if (state_ == State::kConnecting) {
+    connect_deadline_ += absl::ToChronoNanoseconds(late);
+    if (now < connect_deadline_) return;
+    Lose(absl::UnavailableError(
+        absl::StrCat("no connection with ", Description(), " within ",
+                     absl::FormatDuration(options.connect_timeout),
+                     dials_ ? "" : " (it was to connect to this process)",
+                     connect_trouble_.empty() ? "" : absl::StrCat(": ", connect_trouble_))));
+    return;
+  }
+  Instant heard{};
+  for (const auto& lane : lanes_) {
+    lane->heard_at += absl::ToChronoNanoseconds(late);
+    heard = std::max(heard, lane->heard_at);
+  }
+  const absl::Duration silent = Between(heard, now);
+  if (silent >= options.dead_after) {
+    Lose(absl::UnavailableError(
+        absl::StrCat("lost ", Description(), ": silent for ",
+                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))))));
+    return;
+  }
+  if (silent >= options.suspect_after && !suspected_) {
+    suspected_ = true;
+    Log(LogLevel::kWarning, "transport",
+        absl::StrCat(Description(), " has been silent for ",
+                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))),
+                     "; it will be given up after ", absl::FormatDuration(options.dead_after)));
+  } else if (silent < options.suspect_after && suspected_) {
+    suspected_ = false;
+    Log(LogLevel::kWarning, "transport", absl::StrCat(Description(), " is heard again"));
+  }
+  std::vector<LaneId> dead;
+  for (const auto& lane : lanes_) {
+    if (lane->state != Lane::State::kReady) continue;
+    if (Between(lane->heard_at, now) >= options.dead_after) {
+      dead.push_back(lane->id);
+    } else if (Between(lane->sent_at, now) >= options.heartbeat * 0.75) {
+      PostBare(lane.get(), SegmentType::kHeartbeat);
+    }
+  }
+  for (LaneId id : dead) {
+    host_->wire().Close(id);
+    OnLaneLost(id, absl::UnavailableError(
+                       absl::StrCat("silent for ", absl::FormatDuration(options.dead_after))));
+    if (state_ == State::kLost) return;
+  }
+  if (announce && outbox_.waits_for_credit()) {
+    const std::vector<MessageKey> keys = outbox_.TakeAnnouncements(true);
+    for (size_t at = 0; at < keys.size(); at += kMaxKeysPerSegment) {
+      SegmentHeader header;
+      header.type = SegmentType::kAnnounce;
+      QueueControl(header, EncodeKeys(absl::MakeConstSpan(keys).subspan(at, kMaxKeysPerSegment)));
+    }
+  }
+}
+
+// ---- the end ----
+
+void Peer::Leave(const absl::Status& reason) {
+  inbox_.CancelAll(reason);
+  for (const OutMessagePtr& message : outbox_.Messages()) FailMessage(message, reason);
+  for (const OutMessagePtr& message : std::exchange(self_waiting_, {})) {
+    FailMessage(message, reason);
+  }
+  if (is_self_ || state_ == State::kLost) return;
+  Pump();  // control that still waits: closed channels
+  for (const auto& lane : lanes_) {
+    if (lane->state != Lane::State::kReady || lane->broken) continue;
+    SegmentHeader header;
+    header.type = SegmentType::kBye;
+    PostControl(lane.get(), {header, ""});
+  }
+  leaving_ = true;
+}
+
+bool Peer::delivered() const {
+  return std::all_of(lanes_.begin(), lanes_.end(), [this](const auto& lane) {
+    return state_ == State::kLost || lane->state == Lane::State::kConnecting || lane->broken ||
+           lane->in_flight.empty();
+  });
+}
+
+int64_t Peer::unsent_bytes() const {
+  int64_t bytes = unposted_bytes_;
+  for (const OutMessagePtr& message : outbox_.Messages()) {
+    bytes += static_cast<int64_t>(message->bytes_left());
+  }
+  for (const OutMessagePtr& message : self_waiting_) {
+    bytes += static_cast<int64_t>(message->bytes.size());
+  }
+  return bytes;
+}
+
+int64_t Peer::undelivered_bytes() const {
+  if (state_ == State::kLost) return 0;
+  int64_t bytes = 0;
+  for (const OutMessagePtr& message : outbox_.Messages()) {
+    bytes += static_cast<int64_t>(message->bytes_left());
+  }
+  const auto add = [&bytes](const std::deque<Outgoing*>& queue) {
+    for (const Outgoing* out : queue) {
+      if (out->message != nullptr) bytes += static_cast<int64_t>(out->payload.size());
+    }
+  };
+  for (const auto& lane : lanes_) add(lane->in_flight);
+  for (const auto& [name, queue] : in_doubt_) add(queue);
+  return bytes;
+}
+
+PeerStats Peer::Stats(Instant now) const {
+  PeerStats stats;
+  stats.description = Description();
+  stats.lanes = ReadyLanes();
+  stats.bytes_sent = bytes_sent_;
+  stats.bytes_received = bytes_received_;
+  stats.segments_sent = segments_sent_;
+  stats.segments_received = segments_received_;
+  stats.unexpected_bytes = inbox_.stored_bytes();
+  Instant heard{};
+  absl::Duration rtt = absl::InfiniteDuration();
+  for (const auto& lane : lanes_) {
+    stats.delivery_bytes_per_s += lane->bytes_per_s;
+    if (lane->rtt > absl::ZeroDuration()) rtt = std::min(rtt, lane->rtt);
+    heard = std::max(heard, lane->heard_at);
+  }
+  if (rtt != absl::InfiniteDuration()) stats.rtt = rtt;
+  if (!lanes_.empty()) stats.silent = Between(heard, now);
+  return stats;
+}
+
+}  // namespace geomesh::transport

@@ -1,0 +1,170 @@
+// One peer: its lanes, connecting, acks, heartbeats and credit, and how it is lost. Joins Inbox
+// (receiving) and Outbox (what goes next) to the wire. Engine thread only.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+#include "absl/strings/string_view.h"
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "transport/engine.h"
+#include "transport/inbox.h"
+#include "transport/lane.h"
+#include "transport/loop.h"
+#include "transport/scheduler.h"
+#include "transport/segment.h"
+
+namespace geomesh::transport {
+
+class Peer;
+
+// What the engine's core does for its peers.
+class PeerHost {
+ public:
+  virtual ~PeerHost() = default;
+  virtual Wire& wire() = 0;
+  virtual const EngineOptions& options() const = 0;
+  virtual const ProcessUid& self_uid() const = 0;
+  virtual std::string SelfDescription() const = 0;
+  virtual void Defer(absl::AnyInvocable<void() &&> work) = 0;
+  virtual void RunAt(Instant when, absl::AnyInvocable<void() &&> work) = 0;
+  // Calls Pump before the engine sleeps.
+  virtual void MarkDirty(Peer* peer) = 0;
+  // Calls FlushAcks in a moment.
+  virtual void AckSoon() = 0;
+  virtual void AddLane(LaneId lane, Peer* peer) = 0;
+  virtual void ForgetLane(LaneId lane) = 0;
+  // `out` is on the wire until its OnPosted; the wire's token is looked up there.
+  virtual void Track(Outgoing* out, Peer* peer) = 0;
+  virtual bool ChannelClosed(uint64_t channel) const = 0;
+  virtual void OnPeerLost(Peer* peer, const absl::Status& reason) = 0;
+  virtual void OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status& reason) = 0;
+};
+
+class Peer : private Inbox::Host {
+ public:
+  Peer(PeerHost* host, PeerId id, PeerRecord record);
+  ~Peer() override;
+
+  PeerId id() const { return id_; }
+  const PeerRecord& record() const { return record_; }
+  std::string Description() const override;
+  bool is_self() const { return is_self_; }
+  bool lost() const { return state_ == State::kLost; }
+  const absl::Status& lost_reason() const { return lost_reason_; }
+  bool connected() const { return state_ == State::kConnected; }
+
+  // Begins to connect, or to wait for it.
+  void Connect();
+  // A lane that the peer dialled. False: not wanted.
+  bool Accept(LaneId lane, int index, const Hello& hello);
+
+  void Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Engine::SendDone done,
+            int urgency);
+  void Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done);
+  void CloseChannel(uint64_t channel, const absl::Status& reason);
+  void TellClosed(uint64_t channel, const absl::Status& reason);
+
+  // Of the wire, for a lane of this peer.
+  void OnLaneUp(LaneId lane);
+  void OnSegment(LaneId lane, absl::Span<const std::byte> header,
+                 absl::Span<const std::byte> payload);
+  void OnLaneLost(LaneId lane, const absl::Status& reason);
+  void OnPosted(Outgoing* out, const absl::Status& status);
+
+  // Posts what may be posted.
+  void Pump();
+  void FlushAcks(bool all);
+  // Every heartbeat interval. `late`: the engine itself was stopped for that long before.
+  void Tick(Instant now, absl::Duration late, bool announce);
+  // Gives the peer up. `left`: it said goodbye.
+  void Lose(const absl::Status& reason, bool left = false);
+  // Ends everything pending and says bye; then delivered() tells when the peer knows.
+  void Leave(const absl::Status& reason);
+  void CloseLanes();
+  bool delivered() const;
+
+  int64_t unsent_bytes() const;
+  int64_t undelivered_bytes() const;
+  size_t unfinished_sends() const { return outbox_.size(); }
+  PeerStats Stats(Instant now) const;
+
+ private:
+  enum class State { kConnecting, kConnected, kLost };
+  struct Control {
+    SegmentHeader header;
+    std::string payload;
+  };
+
+  // ---- Inbox::Host ----
+  void Defer(absl::AnyInvocable<void() &&> work) override { host_->Defer(std::move(work)); }
+  void Want(const MessageKey& key) override;
+  void Reject(const MessageKey& key, const absl::Status& status) override;
+  bool ChannelClosed(uint64_t channel) const override { return host_->ChannelClosed(channel); }
+
+  void Dial();
+  void RetryDial(const absl::Status& reason);
+  void Welcome(Lane* lane);
+  void BecomeConnected();
+  Lane* FindLane(LaneId id);
+  int ReadyLanes() const;
+
+  absl::Status HandleSegment(Lane* lane, const SegmentHeader& header,
+                             absl::Span<const std::byte> payload);
+  absl::Status HandleAck(Lane* lane, const SegmentHeader& header);
+  absl::Status HandleLaneLost(const SegmentHeader& header);
+  absl::Status ResolveLost(uint32_t name, uint64_t received);
+  void HandleBye(Lane* lane);
+  void HandleReject(const SegmentHeader& header, absl::Span<const std::byte> payload);
+
+  void QueueControl(SegmentHeader header, std::string payload = "");
+  void FlushKeyLists();
+  void PostControl(Lane* lane, Control control);
+  void PostBare(Lane* lane, SegmentType type);
+  void PostSegment(Lane* lane, Outgoing* out);
+  void Settle(Outgoing* out);
+  void MaybeFinish(const OutMessagePtr& message);
+  void FailMessage(const OutMessagePtr& message, const absl::Status& reason);
+
+  bool FeedSelf(const OutMessagePtr& message);
+
+  PeerHost* host_;  // owns this object
+  const PeerId id_;
+  const PeerRecord record_;
+  const bool is_self_;
+  const bool dials_;
+  const uint32_t send_check_, receive_check_;
+
+  State state_ = State::kConnecting;
+  absl::Status lost_reason_;
+  bool said_bye_ = false;  // the peer, on some lane
+  bool leaving_ = false;   // we said bye
+  bool suspected_ = false;
+
+  uint32_t attempt_ = 0;
+  absl::Duration retry_in_ = absl::Milliseconds(100);
+  bool retry_pending_ = false;
+  Instant connect_deadline_;
+  std::string connect_trouble_;  // the last one, for the error
+
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  // Segments of lost lanes of which the peer has not yet said how many came, by lane name.
+  absl::flat_hash_map<uint32_t, std::deque<Outgoing*>> in_doubt_;
+
+  Inbox inbox_;
+  Outbox outbox_;
+  std::deque<Control> control_;
+  std::vector<MessageKey> wanted_;
+  std::vector<OutMessagePtr> self_waiting_;  // to self, above the bound, before their receive
+  absl::Status self_reject_;
+
+  int64_t unposted_bytes_ = 0;
+  uint64_t bytes_sent_ = 0, bytes_received_ = 0;
+  uint64_t segments_sent_ = 0, segments_received_ = 0;
+};
+
+}  // namespace geomesh::transport
