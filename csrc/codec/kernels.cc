@@ -226,12 +226,16 @@ HWY_INLINE void LowStrides(const Load& load, float* block) {
   for (size_t stride = 16 * lanes; stride < kColumn; stride *= 2) Pass2(block, kFullBlock, stride);
 }
 
-// All strides of a block shorter than 4,096, from `load` into `block`.
+// All strides of a block of any size, one a pass, from `load` into `block`.
 template <class Load>
 HWY_INLINE void AllStrides(const Load& load, float* block, size_t padded) {
   const F32 d;
   for (size_t e = 0; e < padded; e += hn::Lanes(d)) hn::Store(load(e), d, block + e);
   for (size_t stride = hn::Lanes(d); stride < padded; stride *= 2) Pass2(block, padded, stride);
+}
+
+void Rotate(float* block, size_t padded, const uint8_t* signs) {
+  AllStrides(SignedLoad{block, signs}, block, padded);
 }
 
 Norms RotateAndSign(float* block, size_t padded, const uint8_t* signs, uint8_t* bits) {
@@ -328,6 +332,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace geomesh::codec {
 
+HWY_EXPORT(Rotate);
 HWY_EXPORT(RotateAndSign);
 HWY_EXPORT(PlainSign);
 HWY_EXPORT(AddSigned);
@@ -335,6 +340,10 @@ HWY_EXPORT(RotateBack);
 HWY_EXPORT(GatherF32);
 HWY_EXPORT(GatherBF16);
 HWY_EXPORT(GatherF16);
+
+void Rotate(float* block, size_t padded, const uint8_t* signs) {
+  HWY_DYNAMIC_DISPATCH(Rotate)(block, padded, signs);
+}
 
 Norms RotateAndSign(float* block, size_t padded, const uint8_t* signs, uint8_t* bits) {
   return HWY_DYNAMIC_DISPATCH(RotateAndSign)(block, padded, signs, bits);

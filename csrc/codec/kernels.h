@@ -20,11 +20,14 @@ struct Norms {
 // out[i] = anchor[i] - current[i] in fp32, or current[i] where `anchor` is null.
 void Gather(const float* anchor, const void* current, DType dtype, size_t elements, float* out);
 
-// block = H (signs * block), in place; bits = where that is negative. `padded`: a power of two from
-// 64 to 4,096. `block` is aligned to 64 bytes.
+// block = H (signs * block), in place. `padded`: a power of two from 64 to 4,096. `block` is
+// aligned to 64 bytes.
+void Rotate(float* block, size_t padded, const uint8_t* signs);
+
+// bits = where the rotated block is negative; its norms. What `block` holds is lost.
 Norms RotateAndSign(float* block, size_t padded, const uint8_t* signs, uint8_t* bits);
 
-// The same without a rotation: `block` is only read.
+// The same without a rotation; `block` is only read.
 Norms PlainSign(const float* block, size_t padded, uint8_t* bits);
 
 // sum[i] += bits[i] ? -magnitude : magnitude.

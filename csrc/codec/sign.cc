@@ -100,10 +100,18 @@ class RowMarker {
   RowBits live_;
 };
 
-// m = ||z||^2 / ||z||_1 where fp32 sums of squares are too small to trust.
-float MagnitudeInDouble(const float* z, int padded) {
+// m = ||z||^2 / ||z||_1 of a block where fp32 sums of squares are too small to trust. Reads and
+// rotates the block again.
+float MagnitudeInDouble(absl::Span<const Piece> pieces, Range range, const Block& block,
+                        absl::Span<const float> residual, const uint8_t* signs) {
+  alignas(64) float z[kBlockElements];
+  const auto elements = static_cast<size_t>(block.elements);
+  if (!residual.empty()) residual = residual.subspan(static_cast<size_t>(block.begin), elements);
+  BlockReader reader(pieces, {range.begin + block.begin, block.elements}, residual);
+  reader.Read({0, block.padded, block.elements}, z);
+  Rotate(z, static_cast<size_t>(block.padded), signs);
   double l1 = 0, l2 = 0;
-  for (int i = 0; i < padded; ++i) {
+  for (int i = 0; i < block.padded; ++i) {
     const double value = z[i];
     l1 += std::abs(value);
     l2 += value * value;
@@ -303,7 +311,7 @@ absl::StatusOr<size_t> Encode(absl::Span<const Piece> pieces, Range range, const
     if (!params.rotate) {
       magnitudes[k] = norms.l1;
     } else if (norms.l2_squared < kSafeSquaredNorm) {
-      magnitudes[k] = MagnitudeInDouble(work.values, block.padded);
+      magnitudes[k] = MagnitudeInDouble(pieces, range, block, options.residual, work.signs);
     } else {
       magnitudes[k] = norms.l2_squared / norms.l1;
     }
