@@ -1,4 +1,4 @@
-"""Drives CMake: finds what depends on the Python environment (torch, UCX, headers), prints it, builds.
+"""Drives CMake: finds what depends on the Python environment (torch, UCX), prints it, builds.
 
     pip install --no-build-isolation -e .[dev]
 

@@ -65,8 +65,8 @@ def Options(**values: object) -> _C.Options:  # noqa: N802 (stands in for the co
     Parameters
     ----------
     **values
-        Named as in ``geomesh options``; for example ``lanes=4`` or ``dead_after="30s"``. What is not
-        named comes from the ``GEOMESH_`` variables, then from the defaults.
+        Named as in ``geomesh options``; for example ``lanes=4`` or ``dead_after="30s"``. What is
+        not named comes from the ``GEOMESH_`` variables, then from the defaults.
 
     Raises
     ------

@@ -839,19 +839,25 @@ void ProcessGroupGeoMesh::abort() {
 }
 
 void ProcessGroupGeoMesh::shutdown() {
-  const auto linger =
-      std::chrono::milliseconds(absl::ToInt64Milliseconds(process_->options().linger));
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (!shut_) {
+  const absl::Time deadline = absl::Now() + process_->options().linger;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (shut_) return;
     shut_ = true;
-    if (!idle_.wait_for(lock, linger, [this] { return pending_ == 0; })) {
+    if (!idle_.wait_until(lock, absl::ToChronoTime(deadline), [this] { return pending_ == 0; })) {
       Log(LogLevel::kWarning, "group",
           absl::StrCat("the group ends with ", pending_,
                        " operations unfinished after GEOMESH_LINGER"));
+      lock.unlock();
+      executor_->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " has left the group")));
+      lock.lock();
+      idle_.wait(lock, [this] { return pending_ == 0; });
     }
-    executor_->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " has left the group")));
   }
-  idle_.wait(lock, [this] { return pending_ == 0; });
+  // What was sent last may still be in this process; peers count on it.
+  if (const absl::Status drained = process_->engine().Drain(deadline); !drained.ok()) {
+    Log(LogLevel::kWarning, "group", drained.message());
+  }
 }
 
 std::vector<transport::PeerStats> ProcessGroupGeoMesh::Stats() {

@@ -1,4 +1,4 @@
-"""Puts this folder on the path, so that test modules and the ranks' processes import the same names."""
+"""Puts this folder on the path: tests and the ranks' processes import the same names."""
 
 import os
 import sys

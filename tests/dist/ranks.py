@@ -1,6 +1,6 @@
-"""Runs a function on several ranks, each a process of its own, and collects what they return or raise.
+"""Runs a function on several ranks, each a process, and collects what they return or raise.
 
-Processes come from a fork server that has torch loaded, so a world of four starts in a fraction of a second.
+Processes come from a fork server that has torch loaded: a world of four starts quickly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """One or more ranks raised; the text has each traceback."""
 
 
@@ -85,7 +85,7 @@ class World:
                     process.kill()
             process.join()
         if hung:
-            raise RankFailed(f"ranks {hung} did not end within {timeout} s")
+            raise RankFailedError(f"ranks {hung} did not end within {timeout} s")
         return outcomes
 
 
@@ -132,6 +132,7 @@ def start_ranks(
     *args: Any,
     init: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
+    per_rank_environment: list[dict[str, str]] | None = None,
     initialize: bool = True,
 ) -> World:
     """Start ``function(*args)`` on ``world`` ranks of one geomesh group."""
@@ -147,6 +148,7 @@ def start_ranks(
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
             **(environment or {}),
+            **(per_rank_environment[rank] if per_rank_environment else {}),
         }
         process = _context.Process(
             target=_main,
@@ -182,5 +184,5 @@ def run_ranks(
         if o.error or not o.finished
     ]
     if errors:
-        raise RankFailed("\n".join(errors))
+        raise RankFailedError("\n".join(errors))
     return [o.value for o in outcomes]
