@@ -39,6 +39,28 @@ Program DirectBarrier(const CallShape& shape, const Topology& topology, int rank
 Program DisseminationBarrier(const CallShape& shape, const Topology& topology, int rank);
 Program SendRecv(const CallShape& shape, const Topology& topology, int rank);
 
+// doubling.cc, tree.cc: few delays, all of the data in each.
+Program RecursiveDoublingAllReduce(const CallShape& shape, const Topology& topology, int rank);
+Program TreeBroadcast(const CallShape& shape, const Topology& topology, int rank);
+Program TreeReduce(const CallShape& shape, const Topology& topology, int rank);
+Program TreeAllReduce(const CallShape& shape, const Topology& topology, int rank);
+
+// ring.cc: to the neighbour only.
+Program RingAllReduce(const CallShape& shape, const Topology& topology, int rank);
+Program RingAllGather(const CallShape& shape, const Topology& topology, int rank);
+Program RingReduceScatter(const CallShape& shape, const Topology& topology, int rank);
+
+// grouped.cc: slices over all links at once ("spread"), and once to each region.
+Program SpreadAllReduce(const CallShape& shape, const Topology& topology, int rank);
+Program SpreadAllReduceByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program SpreadReduce(const CallShape& shape, const Topology& topology, int rank);
+Program SpreadReduceByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program SpreadBroadcast(const CallShape& shape, const Topology& topology, int rank);
+Program SpreadBroadcastByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program BroadcastByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program AllGatherByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program ReduceScatterByRegion(const CallShape& shape, const Topology& topology, int rank);
+
 // sign.cc: all-reduce of sign codes.
 Program SignExchange(const CallShape& shape, const Topology& topology, int rank);
 Program SignExchangeByRegion(const CallShape& shape, const Topology& topology, int rank);
@@ -64,9 +86,21 @@ class Groups {
   std::vector<size_t> group_of_;
 };
 
+// The time of a message of 1 MB: by this, links are called slow or quick where no size is known.
+double NominalSeconds(const Link& link);
+
 // All ranks but `rank`, those behind the slowest links first: their messages are started first.
 // Ties go round the ring from `rank`, so that not everybody sends to rank 0 at once.
 std::vector<int> PeersSlowestFirst(const Topology& topology, int rank);
+
+// All ranks in the order of the ring: those of a region together, regions in the order that is best
+// for `bytes_in_ring` (all up to 8 regions tried; above that, exchanges and reversals).
+std::vector<int> RingOrder(const Topology& topology, int64_t bytes_in_ring);
+
+// Emits this rank's part of a binomial-tree broadcast of `chunk` among `members`, from
+// members[root_index].
+void TreeBroadcast(ProgramBuilder& builder, const Chunk& chunk, const std::vector<int>& members,
+                   size_t root_index);
 
 // Emits own = c0 op c1 op ... in the given order, where own is contribution `own_index` and the
 // others are `contributions` (scratch, which is used up; the entry at own_index is ignored). What

@@ -44,15 +44,17 @@ absl::Status Check(const CallShape& shape, const Topology& topology, int rank) {
 std::vector<Algorithm> Candidates(const CallShape& shape) {
   switch (shape.collective) {
     case Collective::kAllReduce:
-      return {DirectAllReduce};
+      return {DirectAllReduce, RecursiveDoublingAllReduce, TreeAllReduce,
+              SpreadAllReduce, SpreadAllReduceByRegion,    RingAllReduce};
     case Collective::kBroadcast:
-      return {DirectBroadcast};
+      return {DirectBroadcast, TreeBroadcast, BroadcastByRegion, SpreadBroadcast,
+              SpreadBroadcastByRegion};
     case Collective::kReduce:
-      return {DirectReduce};
+      return {DirectReduce, TreeReduce, SpreadReduce, SpreadReduceByRegion};
     case Collective::kAllGather:
-      return {DirectAllGather};
+      return {DirectAllGather, AllGatherByRegion, RingAllGather};
     case Collective::kReduceScatter:
-      return {DirectReduceScatter};
+      return {DirectReduceScatter, ReduceScatterByRegion, RingReduceScatter};
     case Collective::kGather:
       return {DirectGather};
     case Collective::kScatter:

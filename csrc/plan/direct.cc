@@ -8,16 +8,15 @@
 
 namespace geomesh::plan {
 
+double NominalSeconds(const Link& link) {
+  return absl::ToDoubleSeconds(link.delay) + (1 << 20) / link.bytes_per_s;
+}
+
 std::vector<int> PeersSlowestFirst(const Topology& topology, int rank) {
-  // The time of a nominal message of 1 MB: what is behind a long or a thin link goes first.
-  constexpr double kNominalBytes = 1 << 20;
   const int world = topology.world();
   std::vector<std::pair<double, int>> order;
   for (int step = 1; step < world; ++step) {
-    const int peer = (rank + step) % world;
-    const Link& link = topology.link(rank, peer);
-    order.emplace_back(-(absl::ToDoubleSeconds(link.delay) + kNominalBytes / link.bytes_per_s),
-                       step);
+    order.emplace_back(-NominalSeconds(topology.link(rank, (rank + step) % world)), step);
   }
   std::sort(order.begin(), order.end());
   std::vector<int> peers;

@@ -420,6 +420,14 @@ absl::Status Verify(const CallShape& shape, absl::Span<const Program> programs,
     GM_RETURN_IF_ERROR(CheckRaces(shape.collective, program));
   }
   GM_RETURN_IF_ERROR(Execution(shape, programs, views, /*share=*/false).RunAll());
+  const bool can_share = std::any_of(programs.begin(), programs.end(), [&](const Program& program) {
+    return program.output_blocks > 0 &&
+           (SharedWith(shape.collective, program.rank, {Buffer::kOutput, 0}).has_value() ||
+            SharedWith(shape.collective, program.rank,
+                       {Buffer::kOutput, static_cast<uint32_t>(program.rank)})
+                .has_value());
+  });
+  if (!can_share) return absl::OkStatus();
   return Execution(shape, programs, views, /*share=*/true).RunAll();
 }
 

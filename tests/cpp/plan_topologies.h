@@ -47,14 +47,17 @@ inline Topology EqualRegions(std::vector<int> region_of, int regions, double gbi
 
 // `world` ranks in the given form, by name for traces.
 inline std::vector<std::pair<std::string, Topology>> Topologies(int world) {
-  std::vector<int> dealt, halves, lonely;
+  std::vector<int> dealt, halves, lonely, thirds;
   for (int r = 0; r < world; ++r) {
     dealt.push_back(r % 4);
+    thirds.push_back(r % 3);
     halves.push_back(r < world / 2 ? 0 : 1);
     lonely.push_back(r == world - 1 ? 2 : 0);  // region 1 has no rank
   }
   return {{"flat", Topology::Flat(world)},
           {"azure-4, dealt", Azure4(dealt)},
+          {"three equal", EqualRegions(thirds, 3, 1, 100)},
+          {"slow inside", EqualRegions(thirds, 3, 400, 0.01)},
           {"two halves", EqualRegions(halves, 2, 1, 100)},
           {"one apart", EqualRegions(lonely, 3, 1, 100)}};
 }
