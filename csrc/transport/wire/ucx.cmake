@@ -20,4 +20,11 @@ geomesh_library(geomesh_wire_ucx ${wire}/device.cc ${wire}/ucx.cc ${wire}/ucx_ad
                 DEPS geomesh_base geomesh_ucx absl::flat_hash_set absl::function_ref ${CMAKE_DL_LIBS})
 
 set(tests ${PROJECT_SOURCE_DIR}/tests/cpp)
-geomesh_test(ucx_wire_test ${tests}/ucx_wire_test.cc DEPS geomesh_wire_ucx)
+foreach(name ucx_wire_test ucx_process_test)
+  geomesh_test(${name} ${tests}/${name}.cc DEPS geomesh_wire_ucx)
+endforeach()
+
+if(GEOMESH_BUILD_TESTS)
+  add_executable(wire_ucx ${PROJECT_SOURCE_DIR}/benchmarks/wire_ucx.cc)
+  target_link_libraries(wire_ucx PRIVATE geomesh_wire_ucx)
+endif()
