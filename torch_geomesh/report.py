@@ -8,6 +8,7 @@ the extension.
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 import os
@@ -189,7 +190,8 @@ def render_html(run: dict[str, Any]) -> str:
     """Return the report as one HTML page that needs no other file."""
     text = html.escape
     facts = [
-        f"{run['parameters'] / 1e6:.2f} M parameters; text: {text(run['text'])}; seed {run['seed']}.",
+        f"{run['parameters'] / 1e6:.2f} M parameters; text: {text(run['text'])}; "
+        f"seed {run['seed']}.",
         (
             f"{text(run['topology'])}, bandwidths times {run['scale']:.4g}, delays unchanged."
             if run["emulated"]
@@ -332,7 +334,7 @@ def _svg_timeline(run: dict[str, Any]) -> str:
             label = f"{rank['region']} ({rank['speed']:g})"
             parts.append(f'<text x="0" y="{top + 13}">{html.escape(label)}</text>')
             for number, times in enumerate(rank["timeline"]):
-                for part, (begin, end) in enumerate(zip(times, times[1:], strict=False)):
+                for part, (begin, end) in enumerate(itertools.pairwise(times)):
                     width = round(x(end) - x(begin), 2)
                     if width <= 0:
                         continue
@@ -375,7 +377,7 @@ def draw_png(run: dict[str, Any], path: Path) -> None:
 
     arms = run["arms"]
     lanes = sum(len(arm["ranks"]) for arm in arms.values()) + len(arms)
-    style = {
+    style: Any = {  # matplotlib wants a literal type for each key
         "font.size": 10,
         "axes.spines.top": False,
         "axes.spines.right": False,

@@ -12,6 +12,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from torch.utils.data import Dataset
 # Folders of the standard library left out: tests (not on every machine), third-party code, and
 # tables of numbers that are not text.
 _SKIPPED_FOLDERS = frozenset(
-    "__pycache__ dist-packages encodings ensurepip idlelib lib2to3 site-packages test tests "
-    "turtledemo".split()
+    [
+        *("__pycache__", "dist-packages", "site-packages", "ensurepip", "encodings"),
+        *("idlelib", "lib2to3", "test", "tests", "turtledemo"),
+    ]
 )
 _MAX_TRAIN_BYTES = 16 << 20
 _HELD_OUT_ONE_IN = 20  # of the files
@@ -132,7 +135,7 @@ class ByteWindows(Dataset):
         return window[:, :-1], window[:, 1:]
 
 
-def as_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def as_is(batch: Any) -> Any:
     """Collate function for datasets whose ``__getitems__`` returns whole batches."""
     return batch
 

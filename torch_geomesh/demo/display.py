@@ -83,7 +83,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def update(self, running: ArmView, *, done: bool = False) -> None:
         """Show the present figures."""

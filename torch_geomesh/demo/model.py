@@ -40,6 +40,7 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, length, width) to the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -71,10 +72,12 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         # Residual branches start small, so that depth does not change the scale of the stream.
         for block in self.blocks:
+            assert isinstance(block, Block)
             for layer in (block.project, block.contract):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) bytes to (batch, length, 256) logits."""
         x = self.positions.weight[: tokens.shape[1]]
         for back, table in enumerate(self.bytes):
             x = x + table(F.pad(tokens, (back, -back)))

@@ -44,8 +44,8 @@ class Settings:
     seed: int = 0
     speeds: tuple[float, ...] = tuple(region[0] for region in HALOS_SPEEDS)
     # Per unit of speed; the ratio of the two is a step's real one on a CPU core.
-    cost: StepCost = StepCost(step_s=0.024, sample_s=0.0146)
-    model: GPTConfig = GPTConfig()
+    cost: StepCost = dataclasses.field(default_factory=lambda: StepCost(0.024, 0.0146))
+    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     # The target: this much of the held-out loss of a bigram model of the same text.
     target_of_bigram: float = 0.91
     held_out_samples: int = 256
@@ -79,6 +79,11 @@ class Settings:
     def ranks(self) -> int:
         """Number of ranks, one in each region."""
         return len(self.speeds)
+
+    @property
+    def file(self) -> Path:
+        """Where the ranks read these settings."""
+        return self.out / "run" / "settings.json"
 
     def to_json(self) -> str:
         """Return the settings as JSON text."""

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,9 @@ class Rank:
 
     def equal_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches for the arms with equal steps, without end."""
-        sampler = DistributedSampler(self.windows, seed=self.settings.seed, drop_last=True)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            self.windows, seed=self.settings.seed, drop_last=True
+        )
         loader = self.loader(sampler)
         for epoch in range(1 << 30):
             sampler.set_epoch(epoch)
@@ -202,6 +205,7 @@ def run_rounds(rank: Rank, arm: str) -> None:
 
     settings = rank.arm
     mesh: OuterLoop
+    batches: Iterator[tuple[Tensor, Tensor]]
     if arm == "geomesh":
         sampler = GeoMeshSampler(
             rank.windows,
@@ -227,7 +231,7 @@ def run_rounds(rank: Rank, arm: str) -> None:
             inner_steps=settings.inner_steps,
             outer_lr=settings.outer_lr,
             outer_momentum=settings.outer_momentum,
-            parallel_groups=[dist.new_group() for _ in range(settings.parallel_groups - 1)],
+            parallel_groups=_more_groups(settings.parallel_groups - 1),
             on_round=on_round,
         )
     schedule = rank.schedule()
@@ -241,6 +245,11 @@ def run_rounds(rank: Rank, arm: str) -> None:
             rank.optimizer.step()  # the last one of a round ends it
             rank.optimizer.zero_grad(set_to_none=True)
             schedule.step()
+
+
+def _more_groups(count: int) -> list[dist.ProcessGroup]:
+    groups = [dist.new_group() for _ in range(count)]
+    return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
 def main() -> None:
