@@ -27,8 +27,6 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   void Schedule();
   const Operation* QueuedBehind(const Operation& operation) const;
   void OnDeadline(uint64_t number);
-  void OnPeerLost(transport::PeerId peer, const absl::Status& status);
-  void OnPeerClosed(transport::PeerId peer, const absl::Status& status);
   // Ends the group. `culprit`: the operation whose error `cause` is, or null for the group's own.
   // `told`: `cause` is what a peer told, and already names its origin.
   void Fail(absl::Status cause, Operation* culprit, bool told = false);
@@ -38,18 +36,9 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
 
   void OnEnded(Operation& operation, const absl::Status& status) override;
   void OnFailed(Operation& operation, absl::Status cause) override {
-    Fail(std::move(cause), &operation);
-  }
-  absl::Status LostReason(int rank) const override {
-    const auto it = lost.find(rank);
-    return it == lost.end() ? absl::OkStatus() : it->second;
-  }
-
-  int RankOf(transport::PeerId peer) const {
-    for (size_t r = 0; r < peers.size(); ++r) {
-      if (peers[r] == peer) return static_cast<int>(r);
-    }
-    return -1;
+    // A lost peer is the whole group's trouble, not this operation's.
+    const bool lost = cause.code() == absl::StatusCode::kUnavailable;
+    Fail(std::move(cause), lost ? nullptr : &operation);
   }
 
   std::shared_ptr<ComputeThread> compute_holder;
@@ -59,7 +48,6 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   bool scheduling = false;
   bool schedule_again = false;
   bool failed = false;
-  std::map<int, absl::Status> lost;  // by rank
   std::shared_ptr<std::promise<void>> drained;
 
   mutable std::mutex mutex;  // guards health
@@ -72,12 +60,9 @@ void Executor::State::Open() {
     if (static_cast<int>(r) != rank) others.push_back(peers[r]);
   }
   transport::Engine::ChannelEvents events;
-  events.on_peer_lost = [weak = weak_from_this()](transport::PeerId peer,
-                                                  const absl::Status& status) {
-    if (const auto state = weak.lock()) state->OnPeerLost(peer, status);
-  };
-  events.on_closed = [weak = weak_from_this()](transport::PeerId peer, const absl::Status& status) {
-    if (const auto state = weak.lock()) state->OnPeerClosed(peer, status);
+  // A lost peer is noticed by the messages that are due from or to it.
+  events.on_closed = [weak = weak_from_this()](transport::PeerId, const absl::Status& status) {
+    if (const auto state = weak.lock()) state->Fail(status, nullptr, /*told=*/true);
   };
   engine->OpenChannel(channel, std::move(others), std::move(events));
 }
@@ -171,21 +156,6 @@ void Executor::State::OnDeadline(uint64_t number) {
            absl::StrFormat("not done at its deadline, %.1f s after its start",
                            absl::ToDoubleSeconds(absl::Now() - it->second.begin))),
        it->second.operation.get());
-}
-
-void Executor::State::OnPeerLost(transport::PeerId peer, const absl::Status& status) {
-  const int peer_rank = RankOf(peer);
-  if (peer_rank < 0) return;
-  const absl::Status reason = absl::UnavailableError(
-      absl::StrCat(engine->DescribePeer(peer), " is lost: ", status.message()));
-  lost.emplace(peer_rank, reason);
-  for (const auto& [number, entry] : operations) {
-    if (entry.operation->NeedsPeer(peer_rank)) return Fail(reason, nullptr);
-  }
-}
-
-void Executor::State::OnPeerClosed(transport::PeerId peer, const absl::Status& status) {
-  Fail(status, nullptr, /*told=*/true);
 }
 
 absl::Status Executor::State::Record(const absl::Status& reason) {

@@ -392,17 +392,6 @@ Outcome Operation::outcome() const {
   return outcome;
 }
 
-bool Operation::NeedsPeer(int rank) const {
-  for (size_t i = 0; i < state_.size(); ++i) {
-    const Step& step = call_->program->steps[i];
-    if (state_[i] == StepState::kUnderWay && step.peer == rank &&
-        (step.kind == StepKind::kSend || step.kind == StepKind::kRecv)) {
-      return true;
-    }
-  }
-  return false;
-}
-
 // ---- texts ----
 
 std::string Operation::Name() const {
@@ -410,7 +399,7 @@ std::string Operation::Name() const {
 }
 
 absl::Status Operation::MessageError(const Step& step, const absl::Status& status) const {
-  if (absl::Status lost = group_->LostReason(step.peer); !lost.ok()) return lost;
+  if (status.code() == absl::StatusCode::kUnavailable) return status;  // says who is lost, and how
   return absl::Status(
       status.code(),
       absl::StrCat(step.kind == StepKind::kRecv ? "receiving from " : "sending to ",

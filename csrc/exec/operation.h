@@ -46,8 +46,6 @@ struct GroupContext {
   virtual void OnEnded(Operation& operation, const absl::Status& status) = 0;
   // The operation can't go on. The group stops it (and everything else) with Stop.
   virtual void OnFailed(Operation& operation, absl::Status cause) = 0;
-  // The reason why group rank `rank` is lost, or OK.
-  virtual absl::Status LostReason(int rank) const = 0;
 };
 
 class Operation : public std::enable_shared_from_this<Operation> {
@@ -64,8 +62,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // True where both can't run at the same time.
   bool ConflictsWith(const Operation& other) const;
-  // True where a posted message is still due from or to the rank.
-  bool NeedsPeer(int rank) const;
 
   void Start();
   // Begins no further step. `status` is what the call will end with.
