@@ -314,18 +314,19 @@ uint64_t Core::AddTimer(absl::Time when, EventLoop::Work work) {
 
 void Core::WhenDelivered(Instant deadline, absl::AnyInvocable<void(absl::Status) &&> done) {
   std::string missing;
-  int64_t total = 0;
+  int64_t messages = 0, bytes = 0;
   for (const auto& peer : peers_) {
-    const int64_t bytes = peer->undelivered_bytes();
-    if (bytes == 0 && peer->unfinished_sends() == 0) continue;
-    total += bytes;
+    const Peer::Undelivered undelivered = peer->undelivered();
+    if (undelivered.messages == 0) continue;
+    messages += undelivered.messages;
+    bytes += undelivered.bytes;
     absl::StrAppend(&missing, missing.empty() ? "" : ", ", peer->Description());
   }
   if (missing.empty()) {
     std::move(done)(absl::OkStatus());
   } else if (const Instant now = std::chrono::steady_clock::now(); now >= deadline) {
     std::move(done)(absl::DeadlineExceededError(
-        absl::StrCat(total, " bytes of messages not delivered to ", missing)));
+        absl::StrCat(messages, " messages (", bytes, " bytes) not delivered to ", missing)));
   } else {
     loop_->AddTimer(std::min(now + kDrainCheck, deadline),
                     [this, deadline, done = std::move(done)]() mutable {

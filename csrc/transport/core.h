@@ -88,6 +88,7 @@ class Core : private WireEvents, public PeerHost {
   void AddLane(LaneId lane, Peer* peer) override { lanes_[lane] = peer; }
   void ForgetLane(LaneId lane) override { lanes_.erase(lane); }
   void Track(Outgoing* out, Peer* peer) override { on_wire_[out] = peer; }
+  void Untrack(Outgoing* out) override { on_wire_.erase(out); }
   bool ChannelClosed(uint64_t channel) const override { return closed_.contains(channel); }
   void OnPeerLost(Peer* peer, const absl::Status& reason) override;
   void OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status& reason) override;

@@ -104,7 +104,7 @@ void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine:
     } else if (discarding_.contains(key)) {
       Finish(key, absl::InvalidArgumentError(
                       absl::StrCat("an earlier receive of ", Text(key), " failed")));
-    } else if (peer_waits_) {
+    } else if (peer_waits_ > 0) {
       host_->Want(key);
     }
     return;
@@ -188,7 +188,7 @@ absl::Status Inbox::OnData(const SegmentHeader& h, absl::Span<const std::byte> p
 }
 
 void Inbox::OnAnnounce(absl::Span<const MessageKey> keys) {
-  peer_waits_ = true;
+  peer_waits_ = 3;
   for (const MessageKey& key : keys) {
     if (Expects(key)) host_->Want(key);
   }

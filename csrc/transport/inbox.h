@@ -2,6 +2,7 @@
 // within the bound. Knows messages and segments, and neither lanes nor the wire.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -41,6 +42,8 @@ class Inbox {
 
   // The peer has messages that wait for credit.
   void OnAnnounce(absl::Span<const MessageKey> keys);
+  // Called now and then: a peer that still waits has announced again since the last two calls.
+  void AgeAnnouncements() { peer_waits_ = std::max(peer_waits_ - 1, 0); }
 
   // Ends pending receives of the channel and forgets what came for it.
   void CloseChannel(uint64_t channel, const absl::Status& reason);
@@ -103,8 +106,8 @@ class Inbox {
   absl::flat_hash_map<MessageKey, uint64_t> discarding_;  // segments still to come
   uint64_t released_ = 0;
   uint64_t stored_bytes_ = 0;
-  bool peer_waits_ = false;  // it announced: say so when a receive is posted
-  absl::Status lost_;        // not OK once the peer is gone
+  int peer_waits_ = 0;  // above 0: it announced; say so when a receive is posted
+  absl::Status lost_;   // not OK once the peer is gone
 };
 
 }  // namespace geomesh::transport

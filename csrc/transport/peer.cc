@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/log.h"
@@ -12,9 +13,7 @@
 namespace geomesh::transport {
 namespace {
 
-constexpr int kRemoteLanes = 4;
 constexpr uint64_t kAckNowBytes = kMaxSegmentPayloadBytes;
-constexpr absl::Duration kMaxRetry = absl::Seconds(1);
 
 // Needs no acknowledgement of its own.
 bool IsBare(SegmentType type) {
@@ -55,121 +54,6 @@ std::string Peer::Description() const {
   if (!record_.region.empty()) absl::StrAppend(&text, " (", record_.region, ")");
   return text;
 }
-
-// ---- connecting ----
-
-void Peer::Connect() {
-  if (is_self_) {
-    state_ = State::kConnected;
-    return;
-  }
-  connect_deadline_ = std::chrono::steady_clock::now() + host_->options().connect_timeout;
-  if (record_.wire != host_->wire().name()) {
-    Lose(absl::UnavailableError(absl::StrCat(Description(), " uses wire \"", record_.wire,
-                                             "\", this process \"", host_->wire().name(),
-                                             "\": set the same on all ranks")));
-    return;
-  }
-  if (dials_) Dial();
-}
-
-void Peer::Dial() {
-  const EngineOptions& options = host_->options();
-  const bool near = record_.host == options.host && record_.region == options.region;
-  const int lanes = options.lanes > 0 ? options.lanes : near ? 1 : kRemoteLanes;
-  Hello hello;
-  hello.dialer = host_->self_uid();
-  hello.target = record_.uid;
-  hello.attempt = ++attempt_;
-  hello.unexpected_bytes = static_cast<uint64_t>(options.unexpected_bytes);
-  hello.description = host_->SelfDescription();
-  const absl::StatusOr<LaneId> first =
-      host_->wire().Dial(record_.address, Description(), lanes, AsBytes(hello.Serialize()));
-  if (!first.ok()) {
-    if (first.status().code() == absl::StatusCode::kInvalidArgument) {
-      Lose(absl::UnavailableError(
-          absl::StrCat("cannot connect to ", Description(), ": ", first.status().message())));
-    } else {
-      RetryDial(first.status());
-    }
-    return;
-  }
-  const Instant now = std::chrono::steady_clock::now();
-  for (int i = 0; i < lanes; ++i) {
-    auto lane = std::make_unique<Lane>();
-    lane->id = static_cast<LaneId>(static_cast<uint32_t>(*first) + i);
-    lane->name = attempt_ << 8 | static_cast<uint32_t>(i);
-    lane->heard_at = lane->sent_at = now;
-    host_->AddLane(lane->id, this);
-    lanes_.push_back(std::move(lane));
-  }
-}
-
-void Peer::RetryDial(const absl::Status& reason) {
-  connect_trouble_ = std::string(reason.message());
-  if (!dials_ || retry_pending_) return;
-  retry_pending_ = true;
-  host_->RunAt(std::chrono::steady_clock::now() + retry_in_, [this] {
-    retry_pending_ = false;
-    if (state_ == State::kConnecting && lanes_.empty()) Dial();
-  });
-  retry_in_ = std::min(2 * retry_in_, kMaxRetry);
-}
-
-bool Peer::Accept(LaneId id, int index, const Hello& hello) {
-  if (state_ == State::kLost || is_self_ || dials_) return false;
-  const Instant now = std::chrono::steady_clock::now();
-  if (hello.attempt != attempt_) {
-    // A newer try of a dialer that gave the last one up. Once it had spoken, it would not try.
-    if (hello.attempt < attempt_ || state_ == State::kConnected) return false;
-    CloseLanes();
-    control_.clear();
-    attempt_ = hello.attempt;
-  }
-  outbox_.SetBound(std::max<uint64_t>(hello.unexpected_bytes, kMinUnexpectedBytes));
-  auto lane = std::make_unique<Lane>();
-  lane->id = id;
-  lane->name = attempt_ << 8 | static_cast<uint32_t>(index);
-  lane->heard_at = lane->sent_at = now;
-  lane->state = Lane::State::kReady;
-  host_->AddLane(id, this);
-  lanes_.push_back(std::move(lane));
-  // Not within the wire's callback: it may want to finish setting the lane up first.
-  host_->Defer([this, id] {
-    if (Lane* lane = FindLane(id); lane != nullptr) Welcome(lane);
-  });
-  return true;
-}
-
-void Peer::Welcome(Lane* lane) {
-  SegmentHeader header;
-  header.type = SegmentType::kWelcome;
-  header.total_bytes = static_cast<uint64_t>(host_->options().unexpected_bytes);
-  PostControl(lane, {header, ""});
-  host_->MarkDirty(this);
-}
-
-void Peer::BecomeConnected() {
-  if (state_ != State::kConnecting) return;
-  state_ = State::kConnected;
-  host_->MarkDirty(this);
-  Log(LogLevel::kInfo, "transport", absl::StrCat("connected to ", Description()));
-}
-
-Lane* Peer::FindLane(LaneId id) {
-  for (const auto& lane : lanes_) {
-    if (lane->id == id) return lane.get();
-  }
-  return nullptr;
-}
-
-int Peer::ReadyLanes() const {
-  return static_cast<int>(std::count_if(lanes_.begin(), lanes_.end(), [](const auto& lane) {
-    return lane->state == Lane::State::kReady && !lane->broken;
-  }));
-}
-
-void Peer::OnLaneUp(LaneId) {}  // usable for us only once the other side welcomed it
 
 // ---- what the engine's users call ----
 
@@ -412,6 +296,7 @@ void Peer::PostSegment(Lane* lane, Outgoing* out) {
   if (status.ok()) return;
   lane->broken = true;
   const LaneId id = lane->id;
+  host_->Untrack(out);
   OnPosted(out, status);
   host_->Defer([this, id, status] {
     if (FindLane(id) == nullptr) return;
@@ -578,219 +463,6 @@ void Peer::HandleReject(const SegmentHeader& h, absl::Span<const std::byte> payl
       h.fingerprint, Join(Description(), absl::StrCat("could not receive: ", AsText(payload))));
 }
 
-void Peer::HandleBye(Lane* lane) {
-  said_bye_ = true;
-  lane->state = Lane::State::kLeft;
-  lane->bare_on_wire = false;
-  PostBare(lane, SegmentType::kAck);
-  const bool all = std::all_of(lanes_.begin(), lanes_.end(),
-                               [](const auto& l) { return l->state == Lane::State::kLeft; });
-  if (all) Lose(absl::UnavailableError(Join(Description(), "left the job")), /*left=*/true);
-}
-
-// ---- losing ----
-
-void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
-  const auto it =
-      std::find_if(lanes_.begin(), lanes_.end(), [id](const auto& lane) { return lane->id == id; });
-  if (it == lanes_.end()) return;
-  const std::unique_ptr<Lane> lane = std::move(*it);
-  lanes_.erase(it);
-  host_->ForgetLane(id);
-
-  if (state_ == State::kLost) {
-    for (Outgoing* out : lane->in_flight) Settle(out);
-    return;
-  }
-  for (Outgoing* out : lane->in_flight) {
-    if (out->message != nullptr && !out->message->finished && !out->in_doubt) {
-      out->in_doubt = true;
-      ++out->message->in_doubt;
-    }
-  }
-  in_doubt_[lane->name] = std::move(lane->in_flight);
-
-  if (lanes_.empty()) {
-    if (said_bye_) {
-      Lose(absl::UnavailableError(Join(Description(), "left the job")), /*left=*/true);
-    } else if (state_ == State::kConnected) {
-      Lose(absl::UnavailableError(absl::StrCat("lost ", Description(), ": ", reason.message())));
-    } else {
-      // What the wire took was at most a welcome and early messages that nobody will acknowledge.
-      ResolveLost(lane->name, 0).IgnoreError();
-      control_.clear();
-      RetryDial(reason);
-    }
-    return;
-  }
-  const bool all_left = std::all_of(lanes_.begin(), lanes_.end(),
-                                    [](const auto& l) { return l->state == Lane::State::kLeft; });
-  if (all_left) {
-    Lose(absl::UnavailableError(Join(Description(), "left the job")), /*left=*/true);
-    return;
-  }
-  if (lane->state != Lane::State::kLeft) {
-    Log(LogLevel::kInfo, "transport",
-        absl::StrCat("one of ", lanes_.size() + 1, " lanes to ", Description(), " is lost (",
-                     reason.message(), "), going on with the others"));
-  }
-  SegmentHeader header;
-  header.type = SegmentType::kLaneLost;
-  header.key.id = lane->name;
-  header.offset = lane->received_sequence;
-  control_.push_front({header, ""});
-  host_->MarkDirty(this);
-}
-
-absl::Status Peer::HandleLaneLost(const SegmentHeader& h) {
-  if (h.key.id > UINT32_MAX) return absl::InvalidArgumentError("the loss of an impossible lane");
-  const auto name = static_cast<uint32_t>(h.key.id);
-  const auto it = std::find_if(lanes_.begin(), lanes_.end(),
-                               [name](const auto& lane) { return lane->name == name; });
-  if (it != lanes_.end()) {
-    const LaneId id = (*it)->id;
-    host_->wire().Close(id);
-    OnLaneLost(id, absl::UnavailableError("the other side lost it"));
-    if (state_ == State::kLost) return absl::OkStatus();
-  }
-  return ResolveLost(name, h.offset);
-}
-
-// The peer received the first `received` segments of the lane. The others are sent again, unless
-// their memory is no longer ours: a send is done when the wire has taken it over.
-absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
-  const auto it = in_doubt_.find(name);
-  if (it == in_doubt_.end()) return absl::OkStatus();
-  const std::deque<Outgoing*> doubtful = std::move(it->second);
-  in_doubt_.erase(it);
-  if (!doubtful.empty() && received > doubtful.back()->header.sequence) {
-    for (Outgoing* out : doubtful) Settle(out);
-    return absl::InvalidArgumentError("the end of a lane beyond what was sent on it");
-  }
-  std::deque<Control> control_again;
-  bool data_gone = false;
-  for (Outgoing* out : doubtful) {
-    if (out->header.sequence > received) {
-      const OutMessagePtr& message = out->message;
-      if (message == nullptr) {
-        switch (out->header.type) {
-          case SegmentType::kWanted:
-          case SegmentType::kAnnounce:
-          case SegmentType::kReject:
-          case SegmentType::kClose:
-          case SegmentType::kLaneLost:
-            control_again.push_back({out->header, out->owned_payload});
-            break;
-          default:
-            break;
-        }
-      } else if (!message->finished && message->failure.ok()) {
-        outbox_.PutBack(message, {out->header.offset, (out->header.flags & kSolicited) != 0});
-      } else if (message->failure.ok()) {
-        data_gone = true;
-      }
-    }
-    Settle(out);
-  }
-  control_.insert(control_.begin(), control_again.begin(), control_again.end());
-  host_->MarkDirty(this);
-  if (data_gone) {
-    Lose(absl::UnavailableError(
-        absl::StrCat("lost ", Description(),
-                     ": a lane broke with messages on it whose sends were already done")));
-  }
-  return absl::OkStatus();
-}
-
-void Peer::Lose(const absl::Status& reason, bool left) {
-  if (state_ == State::kLost) return;
-  state_ = State::kLost;
-  lost_reason_ = reason;
-  Log(left ? LogLevel::kInfo : LogLevel::kError, "transport", reason.message());
-  inbox_.OnPeerLost(reason);
-  control_.clear();
-  wanted_.clear();
-  for (const OutMessagePtr& message : outbox_.Messages()) FailMessage(message, reason);
-  // Who left is still told what of its last words came, and closes the lanes itself.
-  if (!left) CloseLanes();
-  auto in_doubt = std::exchange(in_doubt_, {});
-  for (auto& [name, doubtful] : in_doubt) {
-    for (Outgoing* out : doubtful) Settle(out);
-  }
-  host_->OnPeerLost(this, reason);
-}
-
-void Peer::CloseLanes() {
-  std::vector<std::unique_ptr<Lane>> lanes = std::exchange(lanes_, {});
-  for (const auto& lane : lanes) {
-    host_->ForgetLane(lane->id);
-    host_->wire().Close(lane->id);
-  }
-  for (const auto& lane : lanes) {
-    for (Outgoing* out : lane->in_flight) Settle(out);
-  }
-}
-
-void Peer::Tick(Instant now, absl::Duration late, bool announce) {
-  if (is_self_ || state_ == State::kLost || leaving_) return;
-  const EngineOptions& options = host_->options();
-  if (state_ == State::kConnecting) {
-    connect_deadline_ += absl::ToChronoNanoseconds(late);
-    if (now < connect_deadline_) return;
-    Lose(absl::UnavailableError(
-        absl::StrCat("no connection with ", Description(), " within ",
-                     absl::FormatDuration(options.connect_timeout),
-                     dials_ ? "" : " (it was to connect to this process)",
-                     connect_trouble_.empty() ? "" : absl::StrCat(": ", connect_trouble_))));
-    return;
-  }
-  Instant heard{};
-  for (const auto& lane : lanes_) {
-    lane->heard_at += absl::ToChronoNanoseconds(late);
-    heard = std::max(heard, lane->heard_at);
-  }
-  const absl::Duration silent = Between(heard, now);
-  if (silent >= options.dead_after) {
-    Lose(absl::UnavailableError(
-        absl::StrCat("lost ", Description(), ": silent for ",
-                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))))));
-    return;
-  }
-  if (silent >= options.suspect_after && !suspected_) {
-    suspected_ = true;
-    Log(LogLevel::kWarning, "transport",
-        absl::StrCat(Description(), " has been silent for ",
-                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))),
-                     "; it will be given up after ", absl::FormatDuration(options.dead_after)));
-  } else if (silent < options.suspect_after && suspected_) {
-    suspected_ = false;
-    Log(LogLevel::kWarning, "transport", absl::StrCat(Description(), " is heard again"));
-  }
-  std::vector<LaneId> dead;
-  for (const auto& lane : lanes_) {
-    if (lane->state != Lane::State::kReady) continue;
-    if (Between(lane->heard_at, now) >= options.dead_after) {
-      dead.push_back(lane->id);
-    } else if (Between(lane->sent_at, now) >= options.heartbeat * 0.75) {
-      PostBare(lane.get(), SegmentType::kHeartbeat);
-    }
-  }
-  for (LaneId id : dead) {
-    host_->wire().Close(id);
-    OnLaneLost(id, absl::UnavailableError(
-                       absl::StrCat("silent for ", absl::FormatDuration(options.dead_after))));
-    if (state_ == State::kLost) return;
-  }
-  if (announce && outbox_.waits_for_credit()) {
-    const std::vector<MessageKey> keys = outbox_.TakeAnnouncements(true);
-    for (size_t at = 0; at < keys.size(); at += kMaxKeysPerSegment) {
-      SegmentHeader header;
-      header.type = SegmentType::kAnnounce;
-      QueueControl(header, EncodeKeys(absl::MakeConstSpan(keys).subspan(at, kMaxKeysPerSegment)));
-    }
-  }
-}
-
 // ---- the end ----
 
 void Peer::Leave(const absl::Status& reason) {
@@ -828,20 +500,29 @@ int64_t Peer::unsent_bytes() const {
   return bytes;
 }
 
-int64_t Peer::undelivered_bytes() const {
-  if (state_ == State::kLost) return 0;
-  int64_t bytes = 0;
+Peer::Undelivered Peer::undelivered() const {
+  Undelivered sum;
+  if (state_ == State::kLost) return sum;
+  absl::flat_hash_set<const OutMessage*> seen;
   for (const OutMessagePtr& message : outbox_.Messages()) {
-    bytes += static_cast<int64_t>(message->bytes_left());
+    sum.bytes += static_cast<int64_t>(message->bytes_left());
+    seen.insert(message.get());
   }
-  const auto add = [&bytes](const std::deque<Outgoing*>& queue) {
+  const auto add = [&](const std::deque<Outgoing*>& queue) {
     for (const Outgoing* out : queue) {
-      if (out->message != nullptr) bytes += static_cast<int64_t>(out->payload.size());
+      if (out->message == nullptr) continue;
+      sum.bytes += static_cast<int64_t>(out->payload.size());
+      seen.insert(out->message.get());
     }
   };
   for (const auto& lane : lanes_) add(lane->in_flight);
   for (const auto& [name, queue] : in_doubt_) add(queue);
-  return bytes;
+  for (const OutMessagePtr& message : self_waiting_) {
+    sum.bytes += static_cast<int64_t>(message->bytes.size());
+    seen.insert(message.get());
+  }
+  sum.messages = static_cast<int64_t>(seen.size());
+  return sum;
 }
 
 PeerStats Peer::Stats(Instant now) const {

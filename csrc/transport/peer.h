@@ -2,6 +2,7 @@
 // (receiving) and Outbox (what goes next) to the wire. Engine thread only.
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -40,6 +41,7 @@ class PeerHost {
   virtual void ForgetLane(LaneId lane) = 0;
   // `out` is on the wire until its OnPosted; the wire's token is looked up there.
   virtual void Track(Outgoing* out, Peer* peer) = 0;
+  virtual void Untrack(Outgoing* out) = 0;
   virtual bool ChannelClosed(uint64_t channel) const = 0;
   virtual void OnPeerLost(Peer* peer, const absl::Status& reason) = 0;
   virtual void OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status& reason) = 0;
@@ -89,8 +91,11 @@ class Peer : private Inbox::Host {
   bool delivered() const;
 
   int64_t unsent_bytes() const;
-  int64_t undelivered_bytes() const;
-  size_t unfinished_sends() const { return outbox_.size(); }
+  // Messages and bytes that the peer, if alive, has not acknowledged.
+  struct Undelivered {
+    int64_t messages = 0, bytes = 0;
+  };
+  Undelivered undelivered() const;
   PeerStats Stats(Instant now) const;
 
  private:
@@ -146,6 +151,7 @@ class Peer : private Inbox::Host {
   bool suspected_ = false;
 
   uint32_t attempt_ = 0;
+  std::bitset<256> accepted_;  // lanes of this attempt, by index
   absl::Duration retry_in_ = absl::Milliseconds(100);
   bool retry_pending_ = false;
   Instant connect_deadline_;

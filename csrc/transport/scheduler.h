@@ -88,6 +88,9 @@ class Outbox {
   // Puts a segment of a lost lane back.
   void PutBack(const OutMessagePtr& message, OutMessage::Piece piece);
 
+  // A segment counted against the credit will never arrive.
+  void Uncharge(uint64_t payload_bytes) { charged_ -= payload_bytes + kSegmentChargeBytes; }
+
   // The receiver freed `released` bytes in all. False if that is more than was sent.
   bool OnReleased(uint64_t released);
   // The receiver has a buffer for it.

@@ -1,7 +1,8 @@
 // What carries one lane's segments. The engine above knows peers, messages and order; a wire knows
 // connections.
 //
-// A wire has one owner, the engine thread, and every call and every callback happens on it. A lane
+// A wire has one owner, the engine thread, and every call and every callback happens on it; a
+// callback may call Post, Close and Dial. A lane
 // is one connection, reliable and in order, until it is lost; a lost lane never comes back under
 // the same id. Three implementations: wire/ucx (default), wire/tls (untrusted networks), wire/fake
 // (one process, tests).

@@ -1,0 +1,134 @@
+// How a peer is reached: dialling, accepting, welcoming, trying again.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "transport/bytes.h"
+#include "transport/peer.h"
+
+namespace geomesh::transport {
+namespace {
+
+constexpr int kRemoteLanes = 4;
+constexpr absl::Duration kMaxRetry = absl::Seconds(1);
+
+}  // namespace
+
+void Peer::Connect() {
+  if (is_self_) {
+    state_ = State::kConnected;
+    return;
+  }
+  connect_deadline_ = std::chrono::steady_clock::now() + host_->options().connect_timeout;
+  if (record_.wire != host_->wire().name()) {
+    Lose(absl::UnavailableError(absl::StrCat(Description(), " uses wire \"", record_.wire,
+                                             "\", this process \"", host_->wire().name(),
+                                             "\": set the same on all ranks")));
+    return;
+  }
+  if (dials_) Dial();
+}
+
+void Peer::Dial() {
+  const EngineOptions& options = host_->options();
+  const bool near = record_.host == options.host && record_.region == options.region;
+  const int lanes = options.lanes > 0 ? options.lanes : near ? 1 : kRemoteLanes;
+  Hello hello;
+  hello.dialer = host_->self_uid();
+  hello.target = record_.uid;
+  hello.attempt = ++attempt_;
+  hello.unexpected_bytes = static_cast<uint64_t>(options.unexpected_bytes);
+  hello.description = host_->SelfDescription();
+  const absl::StatusOr<LaneId> first =
+      host_->wire().Dial(record_.address, Description(), lanes, AsBytes(hello.Serialize()));
+  if (!first.ok()) {
+    if (first.status().code() == absl::StatusCode::kInvalidArgument) {
+      Lose(absl::UnavailableError(
+          absl::StrCat("cannot connect to ", Description(), ": ", first.status().message())));
+    } else {
+      RetryDial(first.status());
+    }
+    return;
+  }
+  const Instant now = std::chrono::steady_clock::now();
+  for (int i = 0; i < lanes; ++i) {
+    auto lane = std::make_unique<Lane>();
+    lane->id = static_cast<LaneId>(static_cast<uint32_t>(*first) + i);
+    lane->name = attempt_ << 8 | static_cast<uint32_t>(i);
+    lane->heard_at = lane->sent_at = now;
+    host_->AddLane(lane->id, this);
+    lanes_.push_back(std::move(lane));
+  }
+}
+
+void Peer::RetryDial(const absl::Status& reason) {
+  connect_trouble_ = std::string(reason.message());
+  if (!dials_ || retry_pending_) return;
+  retry_pending_ = true;
+  host_->RunAt(std::chrono::steady_clock::now() + retry_in_, [this] {
+    retry_pending_ = false;
+    if (state_ == State::kConnecting && lanes_.empty()) Dial();
+  });
+  retry_in_ = std::min(2 * retry_in_, kMaxRetry);
+}
+
+bool Peer::Accept(LaneId id, int index, const Hello& hello) {
+  if (state_ == State::kLost || is_self_ || dials_) return false;
+  const Instant now = std::chrono::steady_clock::now();
+  if (hello.attempt != attempt_) {
+    // A newer try of a dialer that gave the last one up. Once it had spoken, it would not try.
+    if (hello.attempt < attempt_ || state_ == State::kConnected) return false;
+    CloseLanes();
+    control_.clear();
+    attempt_ = hello.attempt;
+    accepted_.reset();
+  }
+  if (accepted_.test(static_cast<size_t>(index))) return false;
+  accepted_.set(static_cast<size_t>(index));
+  outbox_.SetBound(std::max<uint64_t>(hello.unexpected_bytes, kMinUnexpectedBytes));
+  auto lane = std::make_unique<Lane>();
+  lane->id = id;
+  lane->name = attempt_ << 8 | static_cast<uint32_t>(index);
+  lane->heard_at = lane->sent_at = now;
+  lane->state = Lane::State::kReady;
+  host_->AddLane(id, this);
+  lanes_.push_back(std::move(lane));
+  // Not within the wire's callback: it may want to finish setting the lane up first.
+  host_->Defer([this, id] {
+    if (Lane* lane = FindLane(id); lane != nullptr) Welcome(lane);
+  });
+  return true;
+}
+
+void Peer::Welcome(Lane* lane) {
+  SegmentHeader header;
+  header.type = SegmentType::kWelcome;
+  header.total_bytes = static_cast<uint64_t>(host_->options().unexpected_bytes);
+  PostControl(lane, {header, ""});
+  host_->MarkDirty(this);
+}
+
+void Peer::BecomeConnected() {
+  if (state_ != State::kConnecting) return;
+  state_ = State::kConnected;
+  host_->MarkDirty(this);
+  Log(LogLevel::kInfo, "transport", absl::StrCat("connected to ", Description()));
+}
+
+Lane* Peer::FindLane(LaneId id) {
+  for (const auto& lane : lanes_) {
+    if (lane->id == id) return lane.get();
+  }
+  return nullptr;
+}
+
+int Peer::ReadyLanes() const {
+  return static_cast<int>(std::count_if(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+    return lane->state == Lane::State::kReady && !lane->broken;
+  }));
+}
+
+void Peer::OnLaneUp(LaneId) {}  // usable for us only once the other side welcomed it
+
+}  // namespace geomesh::transport

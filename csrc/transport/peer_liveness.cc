@@ -1,0 +1,229 @@
+// How a lane or a peer is lost: goodbyes, silence, broken lanes and what was on them.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "transport/peer.h"
+
+namespace geomesh::transport {
+
+void Peer::HandleBye(Lane* lane) {
+  said_bye_ = true;
+  lane->state = Lane::State::kLeft;
+  lane->bare_on_wire = false;
+  PostBare(lane, SegmentType::kAck);
+  const bool all = std::all_of(lanes_.begin(), lanes_.end(),
+                               [](const auto& l) { return l->state == Lane::State::kLeft; });
+  if (all)
+    Lose(absl::UnavailableError(absl::StrCat(Description(), " left the job")), /*left=*/true);
+}
+
+void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
+  const auto it =
+      std::find_if(lanes_.begin(), lanes_.end(), [id](const auto& lane) { return lane->id == id; });
+  if (it == lanes_.end()) return;
+  const std::unique_ptr<Lane> lane = std::move(*it);
+  lanes_.erase(it);
+  host_->ForgetLane(id);
+
+  if (state_ == State::kLost) {
+    for (Outgoing* out : lane->in_flight) Settle(out);
+    return;
+  }
+  for (Outgoing* out : lane->in_flight) {
+    if (out->message != nullptr && !out->message->finished && !out->in_doubt) {
+      out->in_doubt = true;
+      ++out->message->in_doubt;
+    }
+  }
+  in_doubt_[lane->name] = std::move(lane->in_flight);
+
+  if (lanes_.empty()) {
+    if (said_bye_) {
+      Lose(absl::UnavailableError(absl::StrCat(Description(), " left the job")), /*left=*/true);
+    } else if (state_ == State::kConnected) {
+      Lose(absl::UnavailableError(absl::StrCat("lost ", Description(), ": ", reason.message())));
+    } else {
+      // What the wire took was at most a welcome and early messages that nobody will acknowledge.
+      ResolveLost(lane->name, 0).IgnoreError();
+      control_.clear();
+      RetryDial(reason);
+    }
+    return;
+  }
+  const bool all_left = std::all_of(lanes_.begin(), lanes_.end(),
+                                    [](const auto& l) { return l->state == Lane::State::kLeft; });
+  if (all_left) {
+    Lose(absl::UnavailableError(absl::StrCat(Description(), " left the job")), /*left=*/true);
+    return;
+  }
+  if (lane->state != Lane::State::kLeft) {
+    Log(LogLevel::kInfo, "transport",
+        absl::StrCat("one of ", lanes_.size() + 1, " lanes to ", Description(), " is lost (",
+                     reason.message(), "), going on with the others"));
+  }
+  SegmentHeader header;
+  header.type = SegmentType::kLaneLost;
+  header.key.id = lane->name;
+  header.offset = lane->received_sequence;
+  control_.push_front({header, ""});
+  host_->MarkDirty(this);
+}
+
+absl::Status Peer::HandleLaneLost(const SegmentHeader& h) {
+  if (h.key.id > UINT32_MAX) return absl::InvalidArgumentError("the loss of an impossible lane");
+  const auto name = static_cast<uint32_t>(h.key.id);
+  const auto it = std::find_if(lanes_.begin(), lanes_.end(),
+                               [name](const auto& lane) { return lane->name == name; });
+  if (it != lanes_.end()) {
+    const LaneId id = (*it)->id;
+    host_->wire().Close(id);
+    OnLaneLost(id, absl::UnavailableError("the other side lost it"));
+    if (state_ == State::kLost) return absl::OkStatus();
+  }
+  return ResolveLost(name, h.offset);
+}
+
+// The peer received the first `received` segments of the lane. The others are sent again, unless
+// their memory is no longer ours: a send is done when the wire has taken it over.
+absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
+  const auto it = in_doubt_.find(name);
+  if (it == in_doubt_.end()) return absl::OkStatus();
+  const std::deque<Outgoing*> doubtful = std::move(it->second);
+  in_doubt_.erase(it);
+  if (!doubtful.empty() && received > doubtful.back()->header.sequence) {
+    for (Outgoing* out : doubtful) Settle(out);
+    return absl::InvalidArgumentError("the end of a lane beyond what was sent on it");
+  }
+  std::deque<Control> control_again;
+  bool data_gone = false;
+  for (Outgoing* out : doubtful) {
+    if (out->header.sequence > received) {
+      const OutMessagePtr& message = out->message;
+      const bool charged = (out->header.flags & kSolicited) == 0;
+      if (message == nullptr) {
+        switch (out->header.type) {
+          case SegmentType::kWanted:
+          case SegmentType::kAnnounce:
+          case SegmentType::kReject:
+          case SegmentType::kClose:
+          case SegmentType::kLaneLost:
+            control_again.push_back({out->header, out->owned_payload});
+            break;
+          default:
+            break;
+        }
+      } else if (!message->finished && message->failure.ok()) {
+        outbox_.PutBack(message, {out->header.offset, !charged});
+      } else if (message->failure.ok()) {
+        data_gone = true;
+      } else if (charged) {
+        outbox_.Uncharge(out->payload.size());  // it will never come, nor be released
+      }
+    }
+    Settle(out);
+  }
+  control_.insert(control_.begin(), control_again.begin(), control_again.end());
+  host_->MarkDirty(this);
+  if (data_gone) {
+    Lose(absl::UnavailableError(
+        absl::StrCat("lost ", Description(),
+                     ": a lane broke with messages on it whose sends were already done")));
+  }
+  return absl::OkStatus();
+}
+
+void Peer::Lose(const absl::Status& reason, bool left) {
+  if (state_ == State::kLost) return;
+  state_ = State::kLost;
+  lost_reason_ = reason;
+  Log(left ? LogLevel::kInfo : LogLevel::kError, "transport", reason.message());
+  inbox_.OnPeerLost(reason);
+  control_.clear();
+  wanted_.clear();
+  for (const OutMessagePtr& message : outbox_.Messages()) FailMessage(message, reason);
+  // Who left is still told what of its last words came, and closes the lanes itself.
+  if (!left) CloseLanes();
+  auto in_doubt = std::exchange(in_doubt_, {});
+  for (auto& [name, doubtful] : in_doubt) {
+    for (Outgoing* out : doubtful) Settle(out);
+  }
+  host_->OnPeerLost(this, reason);
+}
+
+void Peer::CloseLanes() {
+  std::vector<std::unique_ptr<Lane>> lanes = std::exchange(lanes_, {});
+  for (const auto& lane : lanes) {
+    host_->ForgetLane(lane->id);
+    host_->wire().Close(lane->id);
+  }
+  for (const auto& lane : lanes) {
+    for (Outgoing* out : lane->in_flight) Settle(out);
+  }
+}
+
+void Peer::Tick(Instant now, absl::Duration late, bool announce) {
+  if (is_self_ || state_ == State::kLost || leaving_) return;
+  const EngineOptions& options = host_->options();
+  if (state_ == State::kConnecting) {
+    connect_deadline_ += absl::ToChronoNanoseconds(late);
+    if (now < connect_deadline_) return;
+    Lose(absl::UnavailableError(
+        absl::StrCat("no connection with ", Description(), " within ",
+                     absl::FormatDuration(options.connect_timeout),
+                     dials_ ? "" : " (it was to connect to this process)",
+                     connect_trouble_.empty() ? "" : absl::StrCat(": ", connect_trouble_))));
+    return;
+  }
+  Instant heard{};
+  for (const auto& lane : lanes_) {
+    lane->heard_at += absl::ToChronoNanoseconds(late);
+    heard = std::max(heard, lane->heard_at);
+  }
+  const absl::Duration silent = Between(heard, now);
+  if (silent >= options.dead_after) {
+    Lose(absl::UnavailableError(
+        absl::StrCat("lost ", Description(), ": silent for ",
+                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))))));
+    return;
+  }
+  if (silent >= options.suspect_after && !suspected_) {
+    suspected_ = true;
+    Log(LogLevel::kWarning, "transport",
+        absl::StrCat(Description(), " has been silent for ",
+                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))),
+                     "; it will be given up after ", absl::FormatDuration(options.dead_after)));
+  } else if (silent < options.suspect_after && suspected_) {
+    suspected_ = false;
+    Log(LogLevel::kWarning, "transport", absl::StrCat(Description(), " is heard again"));
+  }
+  std::vector<LaneId> dead;
+  for (const auto& lane : lanes_) {
+    if (lane->state == Lane::State::kLeft) continue;
+    const absl::Duration limit =
+        lane->state == Lane::State::kReady ? options.dead_after : options.connect_timeout;
+    if (Between(lane->heard_at, now) >= limit) {
+      dead.push_back(lane->id);
+    } else if (lane->state == Lane::State::kReady &&
+               Between(lane->sent_at, now) >= options.heartbeat * 0.75) {
+      PostBare(lane.get(), SegmentType::kHeartbeat);
+    }
+  }
+  for (LaneId id : dead) {
+    host_->wire().Close(id);
+    OnLaneLost(id, absl::UnavailableError("silent for too long"));
+    if (state_ == State::kLost) return;
+  }
+  if (announce) inbox_.AgeAnnouncements();
+  if (announce && outbox_.waits_for_credit()) {
+    const std::vector<MessageKey> keys = outbox_.TakeAnnouncements(true);
+    for (size_t at = 0; at < keys.size(); at += kMaxKeysPerSegment) {
+      SegmentHeader header;
+      header.type = SegmentType::kAnnounce;
+      QueueControl(header, EncodeKeys(absl::MakeConstSpan(keys).subspan(at, kMaxKeysPerSegment)));
+    }
+  }
+}
+
+}  // namespace geomesh::transport

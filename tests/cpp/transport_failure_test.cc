@@ -1,0 +1,359 @@
+// Lost lanes, lost peers and failed connections over wire/fake: every pending operation ends, with
+// an error that names the peer and the reason, and what can go on goes on.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "absl/time/clock.h"
+#include "base/log.h"
+#include "transport/engine.h"
+#include "transport_test_util.h"
+
+namespace geomesh::transport {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr size_t kSegment = kMaxSegmentPayloadBytes;
+
+EngineOptions Impatient() {
+  EngineOptions options;
+  options.heartbeat = absl::Milliseconds(20);
+  options.suspect_after = absl::Milliseconds(200);
+  options.dead_after = absl::Milliseconds(800);
+  options.connect_timeout = absl::Seconds(1);
+  return options;
+}
+
+void Exchange(Pair* pair, uint64_t id) {
+  const std::vector<std::byte> bytes = RandomBytes(1000, id);
+  Received received = pair->b.Recv(pair->a, {kChannel, id}, bytes.size());
+  Done done = pair->a.Send(pair->b, {kChannel, id}, bytes);
+  ASSERT_EQ(received.Wait(), absl::OkStatus());
+  ASSERT_EQ(done.Wait(), absl::OkStatus());
+  EXPECT_TRUE(received.bytes() == bytes);
+}
+
+// Log lines since construction.
+class LogLines {
+ public:
+  LogLines() {
+    SetLogSink([this](LogLevel, absl::string_view line) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      lines_.emplace_back(line);
+    });
+  }
+  ~LogLines() { SetLogSink(nullptr); }
+  int Count(absl::string_view text) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<int>(
+        std::count_if(lines_.begin(), lines_.end(), [&](const std::string& line) {
+          return line.find(std::string(text)) != std::string::npos;
+        }));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::string> lines_;
+};
+
+struct LostPeer {
+  absl::Notification over;
+  PeerId peer{};
+  absl::Status status;
+
+  void Watch(Node* node, PeerId watched) {
+    node->engine->Call([&] {
+      Engine::ChannelEvents events;
+      events.on_peer_lost = [this](PeerId lost, const absl::Status& why) {
+        peer = lost;
+        status = why;
+        over.Notify();
+      };
+      node->engine->OpenChannel(kChannel, {watched}, std::move(events));
+    });
+  }
+};
+
+TEST(FailureTest, KilledPeerIsLostAtOnce) {
+  FakeNetwork network;
+  Pair pair(&network);  // patient options: only the broken lanes can tell
+  Exchange(&pair, 1);
+  LostPeer lost;
+  lost.Watch(&pair.b, pair.b.Id(pair.a));
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, 8);
+  const std::vector<std::byte> large = RandomBytes(40 << 20, 1);
+  Done done = pair.b.Send(pair.a, {kChannel, 3}, large);
+  const absl::Time start = absl::Now();
+  network.Kill("a");
+  for (const absl::Status& status : {received.Wait(), done.Wait()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("rank 0 on host host-a (region-a)"),
+                                                     HasSubstr("connection reset by its process")));
+  }
+  ASSERT_TRUE(lost.over.WaitForNotificationWithTimeout(kTestLimit));
+  EXPECT_EQ(lost.peer, pair.b.Id(pair.a));
+  EXPECT_EQ(lost.status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));  // far from suspect_after
+  // Later calls end at once, too.
+  EXPECT_EQ(pair.b.Send(pair.a, {kChannel, 4}, large).Wait().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(pair.b.Recv(pair.a, {kChannel, 4}, 8).Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(FailureTest, FrozenPeerIsSuspectedThenLost) {
+  LogLines log;
+  FakeNetwork network;
+  Pair pair(&network, Impatient());
+  Exchange(&pair, 1);
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, 8);
+  const absl::Time start = absl::Now();
+  network.Freeze("a");
+  const absl::Status status = received.Wait();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("rank 0"), HasSubstr("silent for")));
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(500));
+  EXPECT_EQ(log.Count("rank 0 on host host-a (region-a) has been silent"), 1);
+  // Woken up, it learns that it was given up.
+  Received at_a = pair.a.Recv(pair.b, {kChannel, 3}, 8);
+  network.Thaw("a");
+  EXPECT_EQ(at_a.Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(FailureTest, ShortPauseIsForgiven) {
+  LogLines log;
+  FakeNetwork network;
+  Pair pair(&network, Impatient());
+  Exchange(&pair, 1);
+  network.Freeze("a");
+  const absl::Time limit = absl::Now() + kTestLimit;
+  while (log.Count("silent") == 0 && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  network.Thaw("a");
+  Exchange(&pair, 2);
+  EXPECT_EQ(log.Count("lost rank"), 0);
+}
+
+TEST(FailureTest, BlackHoleIsLostOnBothSides) {
+  FakeNetwork network;
+  Pair pair(&network, Impatient());
+  Exchange(&pair, 1);
+  Received at_a = pair.a.Recv(pair.b, {kChannel, 2}, 8);
+  Received at_b = pair.b.Recv(pair.a, {kChannel, 2}, 8);
+  network.BlackHole("a", "b");
+  EXPECT_THAT(std::string(at_a.Wait().message()), HasSubstr("rank 1 on host host-b"));
+  EXPECT_THAT(std::string(at_b.Wait().message()), HasSubstr("rank 0 on host host-a"));
+}
+
+// One of two lanes breaks in the middle of messages both ways: all arrives, nothing twice.
+TEST(FailureTest, LostLaneIsMadeGoodByTheOthers) {
+  for (int round = 0; round < 5; ++round) {
+    FakeNetwork network({absl::Milliseconds(2), 100e6});
+    EngineOptions options;
+    options.lanes = 2;
+    Pair pair(&network, options);
+    Exchange(&pair, 1);
+    const std::vector<std::byte> from_a = RandomBytes(24 << 20, 1);
+    const std::vector<std::byte> from_b = RandomBytes((24 << 20) + 5, 2);
+    Received at_b = pair.b.Recv(pair.a, {kChannel, 2}, from_a.size());
+    Received at_a = pair.a.Recv(pair.b, {kChannel, 3}, from_b.size());
+    Done a = pair.a.Send(pair.b, {kChannel, 2}, from_a);
+    Done b = pair.b.Send(pair.a, {kChannel, 3}, from_b);
+    absl::SleepFor(absl::Milliseconds(10 + 15 * round));
+    network.Cut("a", "b", round % 2);
+    ASSERT_EQ(at_b.Wait(), absl::OkStatus());
+    ASSERT_EQ(at_a.Wait(), absl::OkStatus());
+    EXPECT_EQ(a.Wait(), absl::OkStatus());
+    EXPECT_EQ(b.Wait(), absl::OkStatus());
+    EXPECT_TRUE(at_b.bytes() == from_a);
+    EXPECT_TRUE(at_a.bytes() == from_b);
+    EXPECT_EQ(pair.a.Stats(pair.b).lanes, 1);
+    Exchange(&pair, 4);
+  }
+}
+
+// A lane that only swallows is found by its own silence; what was on it goes another way.
+TEST(FailureTest, SilentLaneIsMadeGoodByTheOthers) {
+  FakeNetwork network({absl::Milliseconds(1), 100e6});
+  EngineOptions options = Impatient();
+  options.lanes = 3;
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  const std::vector<std::byte> bytes = RandomBytes(48 << 20, 1);
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, bytes.size());
+  Done done = pair.a.Send(pair.b, {kChannel, 2}, bytes);
+  absl::SleepFor(absl::Milliseconds(30));
+  network.BlackHole("a", "b", 1);
+  ASSERT_EQ(received.Wait(), absl::OkStatus());
+  EXPECT_TRUE(received.bytes() == bytes);
+  EXPECT_EQ(done.Wait(), absl::OkStatus());
+}
+
+// A send is done when the wire has taken it; if its lane then breaks before delivery, the peer is
+// given up rather than the message silently missing.
+TEST(FailureTest, MessageLostAfterItsSendWasDoneIsAnError) {
+  FakeNetwork network({absl::Milliseconds(300), 0});
+  EngineOptions options;
+  options.lanes = 2;
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  const std::vector<std::byte> bytes = RandomBytes(8 * kSegment, 1);
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, bytes.size());
+  ASSERT_EQ(pair.a.Send(pair.b, {kChannel, 2}, bytes).Wait(), absl::OkStatus());
+  network.Cut("a", "b", 0);
+  EXPECT_EQ(received.Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(FailureTest, RefusedConnectionsAreTriedAgain) {
+  FakeNetwork network;
+  network.RefuseDials("a", 2);
+  network.RefuseDials("b", 2);
+  Pair pair(&network);
+  Exchange(&pair, 1);
+}
+
+TEST(FailureTest, NoConnectionEndsAtTheTimeout) {
+  FakeNetwork network;
+  network.RefuseDials("a", 1 << 20);
+  network.RefuseDials("b", 1 << 20);
+  Pair pair(&network, Impatient());
+  const std::vector<std::byte> bytes = RandomBytes(8, 1);
+  Done a = pair.a.Send(pair.b, {kChannel, 1}, bytes);
+  Received b = pair.b.Recv(pair.a, {kChannel, 1}, 8);
+  EXPECT_THAT(std::string(a.Wait().message()),
+              AllOf(HasSubstr("rank 1 on host host-b (region-b)"), HasSubstr("within 1s")));
+  EXPECT_THAT(std::string(b.Wait().message()), HasSubstr("rank 0 on host host-a (region-a)"));
+  // The one that dialled knows more.
+  EXPECT_TRUE(std::string(a.Wait().message()).find("connection refused") != std::string::npos ||
+              std::string(b.Wait().message()).find("connection refused") != std::string::npos);
+}
+
+TEST(FailureTest, UnansweredConnectionEndsAtTheTimeout) {
+  FakeNetwork network;
+  network.IgnoreDials("a");
+  network.IgnoreDials("b");
+  Pair pair(&network, Impatient());
+  EXPECT_EQ(pair.a.Recv(pair.b, {kChannel, 1}, 8).Wait().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(pair.b.Recv(pair.a, {kChannel, 1}, 8).Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+// The acceptor may hear of a peer by its connection before its record was read.
+TEST(FailureTest, ConnectionWaitsForItsPeerToBeAdded) {
+  FakeNetwork network;
+  Node a(&network, "a", 0), b(&network, "b", 1);
+  const std::vector<std::byte> bytes = RandomBytes(100, 1);
+  Done from_a = a.Send(b, {kChannel, 1}, bytes);
+  absl::SleepFor(absl::Milliseconds(50));
+  EXPECT_FALSE(from_a.over());
+  Received received = b.Recv(a, {kChannel, 1}, 100);
+  EXPECT_EQ(received.Wait(), absl::OkStatus());
+  EXPECT_TRUE(received.bytes() == bytes);
+}
+
+// A new process has the address of one that ended: the old one's record must not lead to it.
+TEST(FailureTest, StaleIncarnationIsRefused) {
+  FakeNetwork network;
+  for (int round = 0; round < 20; ++round) {
+    const std::string name = absl::StrCat("b", round);
+    Node a(&network, absl::StrCat("a", round), 0, Impatient());
+    auto before = std::make_unique<Node>(&network, name, 1, Impatient());
+    const PeerRecord stale = before->Record();
+    before.reset();
+    Node after(&network, name, 1, Impatient());
+    const absl::Status status = a.Recv(stale, {kChannel, 1}, 8).Wait();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    const bool a_dials = a.engine->uid().high < stale.uid.high;
+    if (a_dials) {
+      EXPECT_THAT(std::string(status.message()), HasSubstr("stale"));
+    }
+    // The true one is reached.
+    const std::vector<std::byte> bytes = RandomBytes(8, 1);
+    Received received = after.Recv(a, {kChannel, 1}, 8);
+    EXPECT_EQ(a.Send(after, {kChannel, 1}, bytes).Wait(), absl::OkStatus());
+    EXPECT_EQ(received.Wait(), absl::OkStatus());
+  }
+}
+
+TEST(FailureTest, OtherWireAndDamagedAddressAreNamed) {
+  FakeNetwork network;
+  Node a(&network, "a", 0), b(&network, "b", 1);
+  PeerRecord record = b.Record();
+  record.wire = "tls";
+  EXPECT_THAT(std::string(a.Recv(record, {kChannel, 1}, 8).Wait().message()),
+              AllOf(HasSubstr("rank 1"), HasSubstr("\"tls\""), HasSubstr("\"fake\"")));
+  record = b.Record();
+  record.uid = {~uint64_t{0}, ~uint64_t{0}};  // a dials it
+  record.address = "nonsense";
+  EXPECT_THAT(std::string(a.Recv(record, {kChannel, 1}, 8).Wait().message()),
+              AllOf(HasSubstr("cannot connect to rank 1"), HasSubstr("nonsense")));
+}
+
+TEST(FailureTest, LeavingIsNotACrashAndLeavesItsMessages) {
+  LogLines log;
+  FakeNetwork network({absl::Milliseconds(5), 0});
+  EngineOptions options;
+  options.lanes = 4;
+  auto a = std::make_unique<Node>(&network, "a", 0, options);
+  Node b(&network, "b", 1, options);
+  const PeerRecord record = a->Record();
+  a->Id(b);
+  LostPeer lost;
+  lost.Watch(&b, b.Id(*a));
+  const std::vector<std::byte> bytes = RandomBytes(10 * kSegment + 1, 1);
+  Received waiting = b.Recv(*a, {kChannel, 9}, 8);
+  ASSERT_EQ(a->Send(b, {kChannel, 1}, bytes).Wait(), absl::OkStatus());
+  ASSERT_EQ(a->engine->Drain(absl::Now() + kTestLimit), absl::OkStatus());
+  const absl::Time start = absl::Now();
+  a.reset();
+  EXPECT_LT(absl::Now() - start, absl::Milliseconds(450));  // it did not wait in vain
+  ASSERT_TRUE(lost.over.WaitForNotificationWithTimeout(kTestLimit));
+  EXPECT_THAT(std::string(lost.status.message()), AllOf(HasSubstr("rank 0"), HasSubstr("left")));
+  EXPECT_EQ(waiting.Wait(), lost.status);
+  // What it had sent is here.
+  Received late = b.Recv(record, {kChannel, 1}, bytes.size());
+  ASSERT_EQ(late.Wait(), absl::OkStatus());
+  EXPECT_TRUE(late.bytes() == bytes);
+  EXPECT_EQ(b.Recv(record, {kChannel, 2}, 8).Wait(), lost.status);
+  EXPECT_EQ(log.Count(" E "), 0);
+}
+
+TEST(FailureTest, AllLeaveAtOnce) {
+  FakeNetwork network;
+  std::vector<std::unique_ptr<Node>> nodes;
+  for (int i = 0; i < 5; ++i) {
+    nodes.push_back(std::make_unique<Node>(&network, absl::StrCat("n", i), i));
+  }
+  for (auto& node : nodes) {
+    for (auto& other : nodes) node->Id(*other);
+  }
+  std::vector<Received> received;
+  const std::vector<std::byte> bytes = RandomBytes(100, 1);
+  for (auto& node : nodes) {
+    for (auto& other : nodes) {
+      node->Send(*other, {kChannel, 1}, bytes);
+      received.push_back(node->Recv(*other, {kChannel, 1}, 100));
+    }
+  }
+  for (Received& one : received) ASSERT_EQ(one.Wait(), absl::OkStatus());
+  std::vector<std::thread> threads;
+  const absl::Time start = absl::Now();
+  for (auto& node : nodes) threads.emplace_back([&node] { node.reset(); });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+}
+
+TEST(FailureTest, PendingOperationsEndWithTheEngine) {
+  FakeNetwork network;
+  EngineOptions options;
+  options.unexpected_bytes = 1 << 20;
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  const std::vector<std::byte> large = RandomBytes(30 << 20, 1);
+  Done done = pair.a.Send(pair.b, {kChannel, 2}, large);
+  Received received = pair.a.Recv(pair.b, {kChannel, 3}, 8);
+  pair.a.engine.reset();
+  EXPECT_EQ(done.Wait().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(received.Wait().code(), absl::StatusCode::kCancelled);
+}
+
+}  // namespace
+}  // namespace geomesh::transport
