@@ -584,6 +584,9 @@ class OuterLoop:
         parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(f"{self._name}: the model has no parameter that requires a gradient")
+        devices = sorted({str(p.device) for p in parameters.values()})
+        if len(devices) > 1:
+            raise ValueError(f"{self._name}: parameters lie on several devices: {devices}")
         for name, p in parameters.items():
             if isinstance(p, nn.parameter.UninitializedParameter):
                 raise ValueError(
@@ -599,9 +602,6 @@ class OuterLoop:
                     f"{self._name}: parameter {name!r} is {p.dtype}: only float32, bfloat16 and "
                     f"float16 are supported"
                 )
-        devices = sorted({str(p.device) for p in parameters.values()})
-        if len(devices) > 1:
-            raise ValueError(f"{self._name}: parameters lie on several devices: {devices}")
         held = {id(p) for p in model.parameters()}
         if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
