@@ -62,7 +62,7 @@ struct Range {
 
 // Upper bound of the code's size. The true size is smaller where blocks are entirely zero, and by
 // the row bitmap (one bit a row) where no row is zero: then it is at most 1/31.9 of the fp32 bytes
-// from about 300,000 elements on. Dead rows cost a bit each at most, less where they lie together.
+// from 303,000 elements on. Dead rows cost a bit each at most, less where they lie together.
 int64_t MaxEncodedBytes(absl::Span<const Piece> pieces, Range range);
 
 // Encodes `range` of the vector into `code` (at least MaxEncodedBytes long). Returns the bytes

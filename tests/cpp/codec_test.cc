@@ -523,6 +523,18 @@ TEST(CodecRows, ZeroVectorIsHeaderAndMagnitudes) {
   EXPECT_EQ(Bits(mean), std::vector<uint32_t>(20000, 0u));
 }
 
+TEST(CodecSize, BoundHoldsFrom303000ElementsOn) {
+  const auto bytes = [](int64_t n) {
+    const std::vector<Piece> pieces = {{.elements = n, .name = "w"}};
+    return MaxEncodedBytes(pieces, {0, n}) - 1;  // less the row bitmap of one row
+  };
+  for (int64_t n = 303000; n < 303000 + 3 * 4096; ++n) {
+    ASSERT_LE(static_cast<double>(bytes(n)), 4.0 * static_cast<double>(n) / 31.9) << n;
+  }
+  EXPECT_EQ(bytes(1), 32 + 1 + 8);
+  EXPECT_EQ(bytes(4096 + 65), 32 + 2 + 512 + 16);
+}
+
 TEST(CodecRows, FewDeadRowsKeepALargeModelWithinTheSizeBound) {
   Vector v = MakeVector(1 << 21, Data::kNormal, 21);
   v.piece_elements = {1 << 21};
