@@ -97,9 +97,11 @@ def run_in_regions(
                 )
             job.wait()
         finally:
-            if wan.alive():
-                wan.kill_processes()
-            job.finish()
+            try:
+                if wan.alive():
+                    wan.kill_processes()
+            finally:
+                job.finish()
     return job.status
 
 

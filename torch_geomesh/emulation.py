@@ -181,7 +181,7 @@ class Emulation:
             with contextlib.suppress(EmulationError):
                 self._ask("quit")
             try:
-                wan.wait(timeout=15)
+                wan.wait(timeout=_REPLY_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 wan.kill()
         if wan is not None:

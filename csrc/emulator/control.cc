@@ -22,7 +22,7 @@ namespace geomesh::emulator {
 namespace {
 
 constexpr size_t kMaxLineBytes = 64 * 1024;
-constexpr int kKillDeadlineMs = 2000;
+constexpr int kKillDeadlineMs = 10'000;
 constexpr int kMaxNamespaces = 5;
 // Below this a queue could not hold one segment at the usual MTU.
 constexpr double kMinQueueBytes = 2000;

@@ -38,7 +38,7 @@
 namespace geomesh::emulator {
 namespace {
 
-constexpr int kKillDeadlineMs = 5000;
+constexpr int kKillDeadlineMs = 10'000;
 
 struct Arguments {
   pid_t parent = 0;
