@@ -2,7 +2,6 @@
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <spawn.h>
 #include <sys/prctl.h>
 
@@ -29,33 +28,6 @@ void HoldSockets(const std::string& how) {
     char* argv[] = {name, time, nullptr};
     pid_t child;
     if (posix_spawn(&child, "/bin/sleep", nullptr, nullptr, argv, environ) != 0) abort();
-  }
-}
-
-// Listens, tells its address; after the first accept of all lanes of a dial says "accepted"; echoes
-// segments; then runs until it is killed.
-int RunAcceptor(const std::string& how) {
-  End end(OnLoopback());
-  if (!end.address.ok()) return 1;
-  Process::WriteLine(1, *end.address);
-  std::vector<std::unique_ptr<std::string>> echoes;
-  end.events.on_segment = [&](LaneId lane, absl::Span<const std::byte> header,
-                              absl::Span<const std::byte> payload) {
-    echoes.push_back(std::make_unique<std::string>(Bytes(payload)));
-    (void)end.wire->Post(lane, header, Span(*echoes.back()), PostToken{0});
-  };
-  size_t told = 0;
-  for (;;) {
-    if (end.wire->Progress() == 0 && end.wire->Arm()) {
-      pollfd p = {end.wire->fd(), POLLIN, 0};
-      poll(&p, 1, 100);
-    }
-    const auto& accepted = end.events.accepted;
-    if (accepted.size() > told && accepted.back().index == accepted.back().lanes - 1) {
-      told = accepted.size();
-      HoldSockets(how);
-      Process::WriteLine(1, "accepted");
-    }
   }
 }
 
@@ -250,6 +222,27 @@ TEST(UcxProcess, WireCanBeDestroyedWithPostsPending) {
   payload.reset();
 }
 
+// Variables meant for another UCX program in the same job reach neither the settings nor the log.
+TEST(UcxProcess, ForeignUcxVariablesDoNotDisturb) {
+  Process other("acceptor", {"plain"},
+                {"env", "UCX_TLS=nonsense", "UCX_NET_DEVICES=mlx9:1", "UCX_PREFIX=/x",
+                 "UCX_RNDV_THRESH=1", "UCX_ZCOPY_THRESH=inf", "UCX_TCP_TX_SEG_SIZE=1m",
+                 "UCX_TCP_RX_SEG_SIZE=2m", "UCX_TCP_AF_PRIO=inet6", "UCX_TCP_PORT_RANGE=1-2",
+                 "UCX_TCP_CONN_NB=n", "UCX_LOG_LEVEL=info", "UCX_NO_SUCH_THING=1"});
+  const std::string address = *other.Hear();  // the first line: nothing came before it on stdout
+  End end(OnLoopback());
+  auto lane = end.wire->Dial(address, "rank 1", 2, {});
+  ASSERT_TRUE(lane.ok()) << lane.status();
+  ASSERT_TRUE(RunUntil({end.wire.get()}, [&] { return end.events.up.size() == 2; }));
+  ASSERT_EQ(other.Hear(), "accepted");
+  const std::string payload(kMaxSegmentPayloadBytes, 'x');
+  for (uint64_t i = 0; i < 50; ++i) {
+    ASSERT_TRUE(end.wire->Post(*lane, Span("h"), Span(payload), PostToken{i}).ok());
+  }
+  ASSERT_TRUE(RunUntil({end.wire.get()}, [&] { return end.events.segments.size() == 50; }));
+  for (const auto& segment : end.events.segments) EXPECT_TRUE(segment.payload == payload);
+}
+
 // ---- strangers on the port (what of it can be survived: see docs/security.md)
 
 int ConnectTo(uint16_t port) {
@@ -306,7 +299,7 @@ TEST(UcxProcess, SurvivesStrangersWithoutTheMagic) {
 int RunAs(const std::string& mode, const std::string& how) {
   // Dies with the test even if that is killed.
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (mode == "--as=acceptor") return RunAcceptor(how);
+  if (mode == "--as=acceptor") return RunAcceptor(OnLoopback(), [&] { HoldSockets(how); });
   if (mode == "--as=dialler") return RunDialler(how);
   return 2;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -110,13 +111,18 @@ inline bool RunUntil(std::vector<Wire*> wires, const std::function<bool()>& done
 }
 
 // This binary again, as `mode`, with a pipe to its stdin and one from its stdout. Killed and
-// reaped at the end, with all the processes of its group.
+// reaped at the end, with all the processes of its group. `through` are the words of a command
+// that starts it ("ip netns exec x").
 class Process {
  public:
-  Process(absl::string_view mode, std::vector<std::string> arguments) {
+  Process(absl::string_view mode, std::vector<std::string> arguments,
+          std::vector<std::string> through = {}) {
     int in[2], out[2];
     if (pipe2(in, O_CLOEXEC) != 0 || pipe2(out, O_CLOEXEC) != 0) abort();
-    std::vector<std::string> words = {"/proc/self/exe", absl::StrCat("--as=", mode)};
+    char self[4096] = {};
+    if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) abort();
+    std::vector<std::string> words = std::move(through);
+    words.insert(words.end(), {self, absl::StrCat("--as=", mode)});
     words.insert(words.end(), arguments.begin(), arguments.end());
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
@@ -126,7 +132,7 @@ class Process {
       setpgid(0, 0);
       dup2(in[0], 0);
       dup2(out[1], 1);
-      execv("/proc/self/exe", argv.data());
+      execvp(argv[0], argv.data());
       _exit(127);
     }
     setpgid(pid_, pid_);
@@ -175,5 +181,35 @@ class Process {
   pid_t pid_ = -1;
   int to_ = -1, from_ = -1;
 };
+
+// What the other process mostly does: listens, tells its address (or "error: ..."), says "accepted"
+// when all lanes of a dial are there, echoes segments, until it is killed.
+inline int RunAcceptor(const UcxWireOptions& options, const std::function<void()>& after_accept) {
+  End end(options);
+  if (!end.address.ok()) {
+    Process::WriteLine(1, absl::StrCat("error: ", end.address.status().ToString()));
+    return 1;
+  }
+  Process::WriteLine(1, *end.address);
+  std::vector<std::unique_ptr<std::string>> echoes;
+  end.events.on_segment = [&](LaneId lane, absl::Span<const std::byte> header,
+                              absl::Span<const std::byte> payload) {
+    echoes.push_back(std::make_unique<std::string>(Bytes(payload)));
+    (void)end.wire->Post(lane, header, Span(*echoes.back()), PostToken{0});
+  };
+  size_t told = 0;
+  for (;;) {
+    if (end.wire->Progress() == 0 && end.wire->Arm()) {
+      pollfd p = {end.wire->fd(), POLLIN, 0};
+      poll(&p, 1, 100);
+    }
+    const auto& accepted = end.events.accepted;
+    if (accepted.size() > told && accepted.back().index == accepted.back().lanes - 1) {
+      told = accepted.size();
+      after_accept();
+      Process::WriteLine(1, "accepted");
+    }
+  }
+}
 
 }  // namespace geomesh::transport

@@ -142,6 +142,7 @@ class UcxWireImpl final : public UcxWire {
   absl::Status OpenWorker(uint16_t port);
   absl::Status OpenWorkerInRange();
   absl::Status FindListeningSocket(const absl::flat_hash_set<ino_t>& before);
+  void WarnAboutPublicAddress() const;
   void WarnAboutEnvironment(const std::array<struct sigaction, NSIG>& before) const;
 
   Lane* NewLane(uint64_t nonce, int index, bool dialled, std::string peer);
@@ -248,15 +249,21 @@ absl::StatusOr<std::string> UcxWireImpl::Listen(WireEvents* events) {
   Log(LogLevel::kInfo, kComponent,
       absl::StrCat("UCX ", ucp_get_version_string(), " listens on ", address_.listening.ToString(),
                    " (", device_.interface, ")"));
-  if (device_.address.is_public()) {
+  if (device_.address.is_public()) WarnAboutPublicAddress();
+  return address_blob_;
+}
+
+void UcxWireImpl::WarnAboutPublicAddress() const {
+  static const bool warned = [this] {
     Log(LogLevel::kWarning, kComponent,
         absl::StrCat("listening on ", address_.listening.ToString(),
-                     ", a public address, without "
-                     "a key: UCX checks nobody, and whoever reaches this port can write into this "
-                     "process. Choose a private or VPN device (GEOMESH_INTERFACE), or let only the "
-                     "job's hosts reach the port (GEOMESH_PORT_RANGE and a firewall)"));
-  }
-  return address_blob_;
+                     ", a public address, without a key: UCX checks nobody, and whoever reaches "
+                     "this port can write into this process. Choose a private or VPN device "
+                     "(GEOMESH_INTERFACE), or let only the job's hosts reach the port "
+                     "(GEOMESH_PORT_RANGE and a firewall)"));
+    return true;
+  }();
+  (void)warned;
 }
 
 void UcxWireImpl::WarnAboutEnvironment(const std::array<struct sigaction, NSIG>& before) const {

@@ -20,7 +20,7 @@ geomesh_library(geomesh_wire_ucx ${wire}/device.cc ${wire}/ucx.cc ${wire}/ucx_ad
                 DEPS geomesh_base geomesh_ucx absl::flat_hash_set absl::function_ref ${CMAKE_DL_LIBS})
 
 set(tests ${PROJECT_SOURCE_DIR}/tests/cpp)
-foreach(name ucx_wire_test ucx_process_test)
+foreach(name ucx_wire_test ucx_process_test ucx_device_test)
   geomesh_test(${name} ${tests}/${name}.cc DEPS geomesh_wire_ucx)
 endforeach()
 
