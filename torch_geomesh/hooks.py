@@ -4,7 +4,7 @@ Knows DDP's buckets and the backend's sign all-reduce. What is kept between step
 parameter, never by bucket: DDP rebuilds its buckets after the first step.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with its types.
 
 from typing import Any
 
