@@ -59,6 +59,7 @@ Program SpreadBroadcast(const CallShape& shape, const Topology& topology, int ra
 Program SpreadBroadcastByRegion(const CallShape& shape, const Topology& topology, int rank);
 Program BroadcastByRegion(const CallShape& shape, const Topology& topology, int rank);
 Program AllGatherByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program BarrierByRegion(const CallShape& shape, const Topology& topology, int rank);
 Program ReduceScatterByRegion(const CallShape& shape, const Topology& topology, int rank);
 
 // sign.cc: all-reduce of sign codes.

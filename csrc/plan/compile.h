@@ -35,6 +35,10 @@ struct CallShape {
 // Calls of the same size class get the same program: bytes up to the next power of two, or 0.
 int SizeClass(int64_t bytes);
 
+// For people: the candidates with their times by the cost model, and this rank's steps of the one
+// that is taken, each with the time when it is done.
+absl::StatusOr<std::string> Explain(const CallShape& shape, const Topology& topology, int rank);
+
 absl::StatusOr<Program> Compile(const CallShape& shape, const Topology& topology, int rank);
 
 // Remembers compiled programs by call shape, with bytes as a size class. Thread-safe.

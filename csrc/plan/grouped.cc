@@ -321,4 +321,30 @@ Program ReduceScatterByRegion(const CallShape& shape, const Topology& topology, 
   return std::move(builder).Build();
 }
 
+// Inside each region to its first rank, among the first ranks, and back.
+Program BarrierByRegion(const CallShape& shape, const Topology& topology, int rank) {
+  const Groups groups = Groups::ByRegion(topology);
+  ProgramBuilder builder(shape, "barrier by region", rank, topology.world());
+  const size_t own_group = groups.group_of(rank);
+  const std::vector<int>& mates = groups.members(own_group);
+  if (rank != mates[0]) {
+    builder.Send(kNothing, mates[0]);
+    builder.Recv(mates[0], kNothing);
+    return std::move(builder).Build();
+  }
+  std::vector<uint32_t> mates_here, all_here;
+  for (const int mate : mates) {
+    if (mate != rank) mates_here.push_back(builder.Recv(mate, kNothing));
+  }
+  for (const size_t group : FarGroups(topology, groups, own_group)) {
+    builder.Send(kNothing, groups.members(group)[0], mates_here);
+    all_here.push_back(builder.Recv(groups.members(group)[0], kNothing));
+  }
+  all_here.insert(all_here.end(), mates_here.begin(), mates_here.end());
+  for (const int mate : mates) {
+    if (mate != rank) builder.Send(kNothing, mate, all_here);
+  }
+  return std::move(builder).Build();
+}
+
 }  // namespace geomesh::plan

@@ -85,6 +85,12 @@ const Link& Topology::link(int from_rank, int to_rank) const {
   return links_[static_cast<size_t>(region_of_[from_rank]) * regions_.size() + region_of_[to_rank]];
 }
 
+Topology Topology::WithRanks(std::vector<int> region_of) const {
+  Topology other = *this;
+  other.region_of_ = std::move(region_of);
+  return other;
+}
+
 std::string Topology::Fingerprint() const {
   Fnv fnv;
   for (const std::string& region : regions_) fnv.Add(region);

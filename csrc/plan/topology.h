@@ -34,6 +34,9 @@ class Topology {
   const Link& link(int from_rank, int to_rank) const;
   bool flat() const { return regions_.size() == 1; }
 
+  // The same regions and links with other ranks; every entry is a region's index.
+  Topology WithRanks(std::vector<int> region_of) const;
+
   // Equal for equal topologies; for comparison across ranks, not for security.
   std::string Fingerprint() const;
 
