@@ -190,7 +190,13 @@ void Core::Finish() {
   }
   wire_.reset();
   // The wire is gone and holds no memory any more.
-  for (const auto& [out, peer] : std::exchange(on_wire_, {})) peer->OnPosted(out, reason);
+  for (const auto& [out, peer] : std::exchange(on_wire_, {})) {
+    if (peer != nullptr) {
+      peer->OnPosted(out, reason);
+    } else {
+      delete out;
+    }
+  }
   while (!deferred_.empty()) {
     EventLoop::Work work = std::move(deferred_.front());
     deferred_.pop_front();

@@ -130,7 +130,7 @@ TEST(EngineTest, SmallUnexpectedMessagesAreBoundedToo) {
   EngineOptions options;
   options.unexpected_bytes = 1 << 20;
   Pair pair(&network, options);
-  constexpr uint64_t kMessages = 20000;
+  constexpr uint64_t kMessages = 10000;
   std::vector<uint64_t> values(kMessages);
   std::iota(values.begin(), values.end(), 77);
   std::atomic<int> sent{0};
@@ -248,13 +248,13 @@ TEST(EngineTest, MessagesToSelfInEitherOrder) {
   EXPECT_EQ(tight.Wait().code(), absl::StatusCode::kInvalidArgument);
 }
 
-// 8 bytes posted behind 64 MB on a lane of 50 MB/s, which takes 1.3 s for them.
+// 8 bytes posted behind 32 MB on a lane of 50 MB/s, which takes 0.6 s for them.
 TEST(EngineTest, SmallMessageDoesNotWaitForBulk) {
   FakeNetwork network({absl::Milliseconds(1), 50e6});
   EngineOptions options;
   options.lanes = 1;
   Pair pair(&network, options);
-  const std::vector<std::byte> bulk = RandomBytes(64 << 20, 1), small = RandomBytes(8, 2);
+  const std::vector<std::byte> bulk = RandomBytes(32 << 20, 1), small = RandomBytes(8, 2);
   Received big = pair.b.Recv(pair.a, {kChannel, 1}, bulk.size());
   Received little = pair.b.Recv(pair.a, {kChannel, 2}, small.size());
   pair.a.Send(pair.b, {kChannel, 1}, bulk);

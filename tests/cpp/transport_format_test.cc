@@ -103,12 +103,12 @@ TEST(SegmentTest, EveryFieldThatMustBeFixedIsChecked) {
   }
   SegmentHeader keys;
   keys.type = SegmentType::kWanted;
-  for (const auto [size, ok] : {std::pair{0u, false},
-                                {8u, false},
-                                {16u, true},
-                                {32u, true},
-                                {16u * 4096, true},
-                                {16u * 4097, false}}) {
+  for (const auto& [size, ok] : {std::pair{0u, false},
+                                 {8u, false},
+                                 {16u, true},
+                                 {32u, true},
+                                 {16u * 4096, true},
+                                 {16u * 4097, false}}) {
     keys.payload_bytes = size;
     EXPECT_EQ(Check(keys).ok(), ok) << size;
   }

@@ -116,7 +116,8 @@ class Node {
   Done Send(const PeerRecord& to, MessageKey key, const std::vector<std::byte>& bytes,
             uint32_t fingerprint = 0) {
     Done done;
-    engine->Post([this, to, key, fingerprint, span = absl::MakeConstSpan(bytes), done]() mutable {
+    engine->Post([engine = engine.get(), to, key, fingerprint, span = absl::MakeConstSpan(bytes),
+                  done]() mutable {
       engine->Send(*engine->AddPeer(to), {key, fingerprint}, span,
                    [done](const absl::Status& status) mutable { done.Finish(status); });
     });
@@ -127,7 +128,7 @@ class Node {
   }
   Received Recv(const PeerRecord& from, MessageKey key, size_t capacity, uint32_t fingerprint = 0) {
     Received received(capacity);
-    engine->Post([this, from, key, fingerprint, received]() mutable {
+    engine->Post([engine = engine.get(), from, key, fingerprint, received]() mutable {
       engine->Recv(*engine->AddPeer(from), {key, fingerprint}, received.buffer(),
                    [received](absl::StatusOr<size_t> result) mutable {
                      received.Finish(std::move(result));

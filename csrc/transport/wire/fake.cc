@@ -188,11 +188,20 @@ class FakeWire : public Wire {
     if (it == lanes_.end()) return;
     const auto [connection, end] = it->second;
     lanes_.erase(it);
-    CloseEnd(connection, end);
+    if (frozen_) {
+      connection->ends[end].open = false;
+      closed_frozen_.emplace_back(connection, end);  // a stopped process tells nobody
+    } else {
+      CloseEnd(connection, end);
+    }
     Expedite(connection);
   }
 
   int Progress() override {
+    {
+      std::lock_guard<std::mutex> lock(network_->mutex);
+      armed_ = false;
+    }
     int did = 0;
     for (; did < kEventsAProgress; ++did) {
       std::optional<Event> event = Next();
@@ -221,12 +230,16 @@ class FakeWire : public Wire {
 
   void Schedule(Instant due, Event event) {
     events_due_.emplace(std::pair(due, next_event_++), std::move(event));
-    SetTimer();
+    // A running owner looks for itself before it sleeps.
+    if (armed_ && due < armed_until_) SetTimer();
   }
 
   void SetTimer() {
     itimerspec spec{};
+    armed_ = true;
+    armed_until_ = Instant::max();
     if (!frozen_ && !events_due_.empty()) {
+      armed_until_ = events_due_.begin()->first.first;
       const int64_t ns = std::max<int64_t>(
           1, std::chrono::nanoseconds(events_due_.begin()->first.first.time_since_epoch()).count());
       spec.it_value.tv_sec = ns / 1000000000;
@@ -237,6 +250,11 @@ class FakeWire : public Wire {
 
   void SetFrozen(bool frozen) {
     frozen_ = frozen;
+    if (!frozen) {
+      for (const auto& [connection, end] : std::exchange(closed_frozen_, {})) {
+        CloseEnd(connection, end);
+      }
+    }
     SetTimer();
   }
 
@@ -374,7 +392,10 @@ class FakeWire : public Wire {
   // Guarded by the network's mutex, as other wires schedule events here.
   std::map<std::pair<Instant, uint64_t>, Event> events_due_;
   uint64_t next_event_ = 0;
+  bool armed_ = false;  // the timer is set for what is due first, at armed_until_
+  Instant armed_until_{};
   bool frozen_ = false;
+  std::vector<std::pair<std::shared_ptr<Connection>, int>> closed_frozen_;
   uint32_t next_id_ = 1;
   std::map<LaneId, std::pair<std::shared_ptr<Connection>, int>> lanes_;  // and the end that is ours
 };
