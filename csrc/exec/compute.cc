@@ -2,6 +2,7 @@
 #include "exec/compute.h"
 
 #include <pthread.h>
+#include <signal.h>
 
 #include <utility>
 
@@ -33,7 +34,12 @@ void ComputeThread::Submit(absl::AnyInvocable<void() &&> task) {
     std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
     if (!thread_.joinable()) {
+      // Signals are for the threads of the program that we are a guest in.
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
       thread_ = std::thread([this] { Loop(); });
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
       pthread_setname_np(thread_.native_handle(), "geomesh-compute");
     }
   }

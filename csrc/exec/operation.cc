@@ -2,7 +2,6 @@
 #include "exec/operation.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

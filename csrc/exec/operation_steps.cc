@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/status_macros.h"
 #include "exec/operation.h"
 
 namespace geomesh::exec {
@@ -23,8 +22,8 @@ constexpr uint32_t kFirstOrLast = UINT32_MAX;
 
 Operation::Memory Operation::Locate(const plan::Chunk& chunk) const {
   if (chunk.block == plan::kNoBlock) return {};
-  std::byte* data;
-  int64_t elements;
+  std::byte* data = nullptr;
+  int64_t elements = 0;
   switch (chunk.buffer) {
     case Buffer::kInput:
       data = input_[chunk.block].data;
