@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+
 import torch_geomesh
-from torch_geomesh import cli
+from torch_geomesh import backend, cli
 
 
 def _geomesh(*words, **options):
@@ -61,10 +62,9 @@ def _source():
 
 
 def test_options_are_the_extension_table():
-    _C = pytest.importorskip("torch_geomesh.backend").extension()  # noqa: N806
     done = _geomesh("options")
     assert done.returncode == 0
-    table = _C.option_table()
+    table = backend.extension().option_table()
     assert table
     for row in table:
         assert row["variable"] in done.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from torch_geomesh.demo import data, model, records, run, speeds
 from torch_geomesh.demo.settings import Settings
 
@@ -46,7 +47,7 @@ def test_single_file_is_split_by_position(tmp_path):
 
 
 def test_unusable_text_is_named(tmp_path):
-    with pytest.raises(data.DataError, match="no text at .*nowhere"):
+    with pytest.raises(data.DataError, match=r"no text at .*nowhere"):
         data.load(tmp_path / "nowhere", 1)
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(data.DataError, match=r"short\.txt has 3 bytes of training text"):
@@ -170,10 +171,11 @@ def test_evaluation_is_not_paced_and_hooks_can_be_removed():
     assert clock.sleeps == []
 
 
-def test_cost_is_fitted_from_two_batch_sizes(monkeypatch):
+def test_cost_is_fitted_from_two_batch_sizes():
     clock = _Clock()
-    monkeypatch.setattr(speeds.time, "monotonic", lambda: clock.now)
-    fitted = speeds.measure(lambda b: clock.sleep(0.2 + 0.1 * b), (2, 8), repeats=3)
+    fitted = speeds.measure(
+        lambda b: clock.sleep(0.2 + 0.1 * b), (2, 8), repeats=3, now=lambda: clock.now
+    )
     assert fitted.step_s == pytest.approx(0.2)
     assert fitted.sample_s == pytest.approx(0.1)
 

@@ -1,4 +1,4 @@
-"""Reports from recorded figures: the table's numbers, the HTML's self-containedness, the picture."""
+"""Reports from recorded figures: the numbers, a page that needs no other file, a picture."""
 
 import html.parser
 import json

@@ -125,9 +125,9 @@ def run(settings: Settings, json_file: Path | None, console: Console) -> dict[st
         _announce(console, outcome)
 
         evaluator.ask(None)
-        initial = evaluator.answer(timeout_s=60.0)
+        initial = evaluator.answer(timeout_s=180.0)
         if initial is None:
-            raise DemoError("the evaluation of the initial parameters took more than 60 s")
+            raise DemoError("the evaluation of the initial parameters took more than 180 s")
         views = {arm: ArmView(TITLES[arm]) for arm in ARMS}
         header = f"target: held-out loss {target:.3f}"
         with Display(console, list(views.values()), header) as display:

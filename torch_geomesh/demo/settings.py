@@ -1,7 +1,6 @@
 """The demo's settings: what is trained, on which emulated GPUs, and how each arm does it.
 
-Plain data that travels to the ranks as JSON and into the report.  The figures were found by the
-searches that ``docs/demo.md`` describes, for each arm separately.
+Plain data that travels to the ranks as JSON and into the report.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ class Settings:
     weight_decay: float = 0.1
     arms: dict[str, ArmSettings] = dataclasses.field(
         default_factory=lambda: {
-            "ddp": ArmSettings("gloo", batch_size=32, lr=6e-3, warmup_steps=2),
+            "ddp": ArmSettings("gloo", batch_size=32, lr=1.2e-2, warmup_steps=2),
             "diloco": ArmSettings(
                 "gloo",
                 batch_size=8,
                 lr=1.2e-3,
                 warmup_steps=20,
                 inner_steps=10,
-                outer_lr=0.7,
-                outer_momentum=0.8,
+                outer_lr=0.9,
+                outer_momentum=0.4,
             ),
             "geomesh": ArmSettings(
                 "geomesh",
@@ -69,8 +68,8 @@ class Settings:
                 lr=1.2e-3,
                 warmup_steps=20,
                 inner_steps=18,
-                outer_lr=0.7,
-                outer_momentum=0.6,
+                outer_lr=0.9,
+                outer_momentum=0.4,
             ),
         }
     )

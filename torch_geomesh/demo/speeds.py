@@ -125,8 +125,13 @@ class Pacer:
         return wait
 
 
-def measure(step: Callable[[int], None], batches: tuple[int, int], repeats: int) -> StepCost:
-    """Fit a step's cost to its real time on this machine, from two batch sizes.
+def measure(
+    step: Callable[[int], None],
+    batches: tuple[int, int],
+    repeats: int,
+    now: Callable[[], float] = time.thread_time,
+) -> StepCost:
+    """Fit a step's cost to the processor time it takes on this machine, from two batch sizes.
 
     The quickest of `repeats` runs each, since others may be at work here; `step` is run once
     before for each size.
@@ -136,9 +141,9 @@ def measure(step: Callable[[int], None], batches: tuple[int, int], repeats: int)
         step(batch)
         times = []
         for _ in range(repeats):
-            begin = time.monotonic()
+            begin = now()
             step(batch)
-            times.append(time.monotonic() - begin)
+            times.append(now() - begin)
         seconds.append(min(times))
     small, large = batches
     sample_s = max(seconds[1] - seconds[0], 1e-9) / (large - small)
