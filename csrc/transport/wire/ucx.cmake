@@ -23,6 +23,7 @@ set(tests ${PROJECT_SOURCE_DIR}/tests/cpp)
 foreach(name ucx_wire_test ucx_process_test ucx_device_test)
   geomesh_test(${name} ${tests}/${name}.cc DEPS geomesh_wire_ucx)
 endforeach()
+geomesh_test(ucx_engine_test ${tests}/ucx_engine_test.cc DEPS geomesh_transport geomesh_wire_ucx)
 
 if(GEOMESH_BUILD_TESTS)
   add_executable(wire_ucx ${PROJECT_SOURCE_DIR}/benchmarks/wire_ucx.cc)
