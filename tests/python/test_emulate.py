@@ -568,7 +568,7 @@ def test_a_plain_torchrun_is_one_job(tmp_path: FilePath, capfd: pytest.CaptureFi
     assert "[b] rank 1 of 2 heard rank 0\n" in output
     rows = [line.split() for line in summary.splitlines() if line.startswith(("a ", "b "))]
     assert [row[:2] for row in rows] == [["a", "b"], ["b", "a"]]
-    assert all(float(row[2]) > 0.001 for row in rows)
+    assert all(int(row[3]) > 5 for row in rows)
     assert "MB between regions" in summary
 
 
