@@ -24,7 +24,6 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -35,6 +34,7 @@
 #include "transport/wire/ucx_config.h"
 #include "transport/wire/ucx_log.h"
 #include "transport/wire/ucx_sockets.h"
+#include "transport/wire/ucx_worker.h"
 
 namespace geomesh::transport {
 namespace {
@@ -139,9 +139,7 @@ class UcxWireImpl final : public UcxWire {
     absl::Status reason;
   };
 
-  absl::Status OpenWorker(uint16_t port);
-  absl::Status OpenWorkerInRange();
-  absl::Status FindListeningSocket(const absl::flat_hash_set<ino_t>& before);
+  absl::Status RegisterHandlers();
   void WarnAboutPublicAddress() const;
   void WarnAboutEnvironment(const std::array<struct sigaction, NSIG>& before) const;
 
@@ -189,10 +187,10 @@ class UcxWireImpl final : public UcxWire {
   Device device_;
   UcxAddress address_;
   std::string address_blob_;
-  ucp_context_h context_ = nullptr;
-  ucp_worker_h worker_ = nullptr;
-  int event_fd_ = -1;
   std::unique_ptr<ForkGuard> fork_guard_;
+  std::unique_ptr<UcxWorker> ucx_;
+  ucp_worker_h worker_ = nullptr;  // ucx_'s
+  int event_fd_ = -1;
 
   std::vector<std::unique_ptr<Lane>> lanes_;                   // by LaneId
   absl::flat_hash_map<uint64_t, LaneSet> dialled_, accepted_;  // by nonce
@@ -220,7 +218,7 @@ class UcxWireImpl final : public UcxWire {
 // ---- opening
 
 absl::StatusOr<std::string> UcxWireImpl::Listen(WireEvents* events) {
-  if (worker_ != nullptr) return absl::FailedPreconditionError("already listening");
+  if (ucx_ != nullptr) return absl::FailedPreconditionError("already listening");
   RouteUcxLog();
   GM_RETURN_IF_ERROR(CheckUcxVersion());
   GM_ASSIGN_OR_RETURN(device_, ChooseDevice(options_.device));
@@ -228,17 +226,14 @@ absl::StatusOr<std::string> UcxWireImpl::Listen(WireEvents* events) {
   fork_guard_ = std::make_unique<ForkGuard>();
 
   const auto signals_before = SignalDispositions();
-  GM_RETURN_IF_ERROR(OpenWorkerInRange());
+  GM_ASSIGN_OR_RETURN(ucx_, UcxWorker::Open(device_, options_.ports));
   WarnAboutEnvironment(signals_before);
-
-  ucp_address_t* ucx_address = nullptr;
-  size_t ucx_address_bytes = 0;
-  if (auto status = ucp_worker_get_address(worker_, &ucx_address, &ucx_address_bytes);
-      status != UCS_OK) {
-    return UcxStatus(status, "asking for the worker's address");
-  }
-  address_.ucx.assign(reinterpret_cast<const char*>(ucx_address), ucx_address_bytes);
-  ucp_worker_release_address(worker_, ucx_address);
+  worker_ = ucx_->get();
+  event_fd_ = ucx_->event_fd();
+  address_.listening = ucx_->listening();
+  fork_guard_->Listening(address_.listening);
+  GM_ASSIGN_OR_RETURN(address_.ucx, ucx_->Address());
+  GM_RETURN_IF_ERROR(RegisterHandlers());
   address_.uid = Random64();
   address_.network = ThisNetwork();
   address_.ucx_version = UcxRuntimeVersion();
@@ -283,61 +278,7 @@ void UcxWireImpl::WarnAboutEnvironment(const std::array<struct sigaction, NSIG>&
   (void)warned;
 }
 
-// UCX picks ports of a range at random until one is free, for ever if none is: so it is given one
-// port at a time.
-absl::Status UcxWireImpl::OpenWorkerInRange() {
-  const PortRange& range = options_.ports;
-  if (range.any()) return OpenWorker(0);
-  const int count = range.high - range.low + 1;
-  const int start = static_cast<int>(Random64() % count);
-  std::string last;
-  for (int i = 0; i < count; ++i) {
-    IpEndpoint candidate = device_.address;
-    candidate.set_port(range.low + (start + i) % count);
-    const int probe = socket(candidate.family(), SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const bool free = probe >= 0 && bind(probe, candidate.sockaddr_ptr(), candidate.size()) == 0 &&
-                      listen(probe, 1) == 0;
-    const int error = errno;
-    if (probe >= 0) close(probe);
-    if (!free) {
-      last = std::strerror(error);
-      if (error == EADDRINUSE) continue;
-      return absl::FailedPreconditionError(absl::StrCat("listening on ", candidate.ToString(), " (",
-                                                        device_.interface, ", range ",
-                                                        range.ToString(), "): ", last));
-    }
-    absl::Status status = OpenWorker(candidate.port());
-    if (status.ok()) return status;
-    // Taken by another process since the probe?
-    if (!absl::IsFailedPrecondition(status)) return status;
-    last = std::string(status.message());
-  }
-  return absl::ResourceExhaustedError(absl::StrCat(
-      "no free port in the range ", range.ToString(), " on ", device_.address.AddressString(), " (",
-      device_.interface, "): each is in use; widen GEOMESH_PORT_RANGE (last: ", last, ")"));
-}
-
-absl::Status UcxWireImpl::OpenWorker(uint16_t port) {
-  absl::flat_hash_set<ino_t> before;
-  ForEachTcpSocket([&](const SocketInfo& s) { before.insert(s.ref.inode); });
-  GM_ASSIGN_OR_RETURN(context_, MakeUcxContext(device_, port));
-  ucp_worker_params_t params = {};
-  params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-  params.thread_mode = UCS_THREAD_MODE_SINGLE;
-  const ucs_status_t status = ucp_worker_create(context_, &params, &worker_);
-  if (status != UCS_OK) {
-    worker_ = nullptr;
-    ucp_cleanup(std::exchange(context_, nullptr));
-    return UcxStatus(status, absl::StrCat("listening on ", device_.address.AddressString(),
-                                          port == 0 ? "" : absl::StrCat(" port ", port), " (",
-                                          device_.interface, ") ", TakeLastUcxComplaint()));
-  }
-  if (auto s = ucp_worker_get_efd(worker_, &event_fd_); s != UCS_OK) {
-    return UcxStatus(s, "asking for the worker's event descriptor");
-  }
-  SetCloseOnExec(event_fd_);
-  GM_RETURN_IF_ERROR(FindListeningSocket(before));
-
+absl::Status UcxWireImpl::RegisterHandlers() {
   struct Handler {
     MessageId id;
     ucp_am_recv_callback_t call;
@@ -351,50 +292,30 @@ absl::Status UcxWireImpl::OpenWorker(uint16_t port) {
     am.id = handler.id;
     am.cb = handler.call;
     am.arg = this;
-    if (auto s = ucp_worker_set_am_recv_handler(worker_, &am); s != UCS_OK) {
-      return UcxStatus(s, "registering a message handler");
+    if (auto status = ucp_worker_set_am_recv_handler(worker_, &am); status != UCS_OK) {
+      return UcxStatus(status, "registering a message handler");
     }
   }
-  return absl::OkStatus();
-}
-
-// UCX does not tell its port; the kernel does.
-absl::Status UcxWireImpl::FindListeningSocket(const absl::flat_hash_set<ino_t>& before) {
-  std::string elsewhere;
-  ForEachTcpSocket([&](const SocketInfo& s) {
-    if (!s.listening || before.contains(s.ref.inode)) return;
-    if (!s.local.SameAddress(device_.address)) {
-      elsewhere = s.local.ToString();
-      return;
-    }
-    address_.listening = s.local;
-    SetCloseOnExec(s.ref.fd);
-  });
-  if (address_.listening.port() == 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("UCX does not listen on ", device_.address.AddressString(), " of ",
-                     device_.interface, elsewhere.empty() ? "" : ", but on ", elsewhere));
-  }
-  fork_guard_->Listening(address_.listening);
   return absl::OkStatus();
 }
 
 UcxWireImpl::~UcxWireImpl() {
-  if (getpid() != owner_ || context_ == nullptr) return;  // a forked child must not call UCX
-  if (worker_ != nullptr) {
-    for (const auto& lane : lanes_) {
-      if (lane->state != LaneState::kClosed) Retire(lane.get());
-    }
-    for (Lane* lane : closing_) CloseEndpoint(lane);
-    // The engine's memory is free again once this returns.
-    const absl::Time deadline = absl::Now() + kSettleTime;
-    while ((endpoints_closing_ > 0 || free_sends_.size() + completed_.size() < sends_.size()) &&
-           absl::Now() < deadline) {
-      ucp_worker_progress(worker_);
-    }
-    ucp_worker_destroy(worker_);
+  if (getpid() != owner_) {
+    (void)ucx_.release();  // a forked child must not call UCX
+    return;
   }
-  ucp_cleanup(context_);
+  if (worker_ == nullptr) return;
+  for (const auto& lane : lanes_) {
+    if (lane->state != LaneState::kClosed) Retire(lane.get());
+  }
+  for (Lane* lane : closing_) CloseEndpoint(lane);
+  // The memory of what was posted is free again once this returns.
+  const absl::Time deadline = absl::Now() + kSettleTime;
+  while ((endpoints_closing_ > 0 || free_sends_.size() + completed_.size() < sends_.size()) &&
+         absl::Now() < deadline) {
+    ucp_worker_progress(worker_);
+  }
+  ucx_.reset();  // while the lanes and sends that its callbacks may still name are there
 }
 
 // ---- lanes
