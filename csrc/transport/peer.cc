@@ -192,6 +192,11 @@ void Peer::QueueControl(SegmentHeader header, std::string payload) {
   host_->MarkDirty(this);
 }
 
+void Peer::KeepOnlyCloses() {
+  std::erase_if(control_,
+                [](const Control& control) { return control.header.type != SegmentType::kClose; });
+}
+
 void Peer::FlushKeyLists() {
   const auto queue = [this](SegmentType type, absl::Span<const MessageKey> keys) {
     for (size_t at = 0; at < keys.size(); at += kMaxKeysPerSegment) {
@@ -522,6 +527,11 @@ Peer::Undelivered Peer::undelivered() const {
     seen.insert(message.get());
   }
   sum.messages = static_cast<int64_t>(seen.size());
+  // The word that a channel is closed counts too: who fails and leaves before it is connected must
+  // still be heard.
+  for (const Control& control : control_) {
+    if (control.header.type == SegmentType::kClose) ++sum.messages;
+  }
   return sum;
 }
 

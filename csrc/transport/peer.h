@@ -127,6 +127,8 @@ class Peer : private Inbox::Host {
   void HandleReject(const SegmentHeader& header, absl::Span<const std::byte> payload);
 
   void QueueControl(SegmentHeader header, std::string payload = "");
+  // For a connection that begins anew: closed channels are told all the same.
+  void KeepOnlyCloses();
   void FlushKeyLists();
   void PostControl(Lane* lane, Control control);
   void PostBare(Lane* lane, SegmentType type);

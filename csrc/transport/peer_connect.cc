@@ -80,7 +80,7 @@ bool Peer::Accept(LaneId id, int index, const Hello& hello) {
     // A newer try of a dialer that gave the last one up. Once it had spoken, it would not try.
     if (hello.attempt < attempt_ || state_ == State::kConnected) return false;
     CloseLanes();
-    control_.clear();
+    KeepOnlyCloses();
     attempt_ = hello.attempt;
     accepted_.reset();
   }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "transport/peer.h"
@@ -15,8 +16,9 @@ void Peer::HandleBye(Lane* lane) {
   PostBare(lane, SegmentType::kAck);
   const bool all = std::all_of(lanes_.begin(), lanes_.end(),
                                [](const auto& l) { return l->state == Lane::State::kLeft; });
-  if (all)
+  if (all) {
     Lose(absl::UnavailableError(absl::StrCat(Description(), " left the job")), /*left=*/true);
+  }
 }
 
 void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
@@ -47,7 +49,7 @@ void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
     } else {
       // What the wire took was at most a welcome and early messages that nobody will acknowledge.
       ResolveLost(lane->name, 0).IgnoreError();
-      control_.clear();
+      KeepOnlyCloses();
       RetryDial(reason);
     }
     return;
@@ -142,7 +144,19 @@ void Peer::Lose(const absl::Status& reason, bool left) {
   inbox_.OnPeerLost(reason);
   control_.clear();
   wanted_.clear();
-  for (const OutMessagePtr& message : outbox_.Messages()) FailMessage(message, reason);
+  // Who left in order has acknowledged what came; only the wire's word that it needs the memory no
+  // longer may be missing still.
+  absl::flat_hash_set<OutMessage*> unacknowledged;
+  for (const auto& lane : lanes_) {
+    for (const Outgoing* out : lane->in_flight) unacknowledged.insert(out->message.get());
+  }
+  for (const OutMessagePtr& message : outbox_.Messages()) {
+    if (left && message->all_handed_out() && message->in_doubt == 0 &&
+        !unacknowledged.contains(message.get())) {
+      continue;
+    }
+    FailMessage(message, reason);
+  }
   // Who left is still told what of its last words came, and closes the lanes itself.
   if (!left) CloseLanes();
   auto in_doubt = std::exchange(in_doubt_, {});

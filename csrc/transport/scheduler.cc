@@ -151,7 +151,9 @@ OutMessagePtr Outbox::Find(const MessageKey& key) const {
 
 void Outbox::Remove(const OutMessagePtr& message) {
   Dequeue(message.get());
-  messages_.erase(message->envelope.key);
+  // Its key may have a new owner by now.
+  const auto it = messages_.find(message->envelope.key);
+  if (it != messages_.end() && it->second == message) messages_.erase(it);
 }
 
 std::vector<OutMessagePtr> Outbox::Messages() const {

@@ -77,12 +77,11 @@ class World:
                     outcomes[rank] = value
                     del open_pipes[pipe]
         hung = [rank for pipe, rank in open_pipes.items()]
-        for process in self.processes:
+        for rank, process in enumerate(self.processes):
+            if rank not in expect_dead and not hung:
+                process.join(max(0.1, deadline - time.monotonic()))
             if process.is_alive():
-                if not hung:
-                    process.join(max(0.1, deadline - time.monotonic()) if process.pid else 0.1)
-                if process.is_alive():
-                    process.kill()
+                process.kill()
             process.join()
         if hung:
             raise RankFailedError(f"ranks {hung} did not end within {timeout} s")
