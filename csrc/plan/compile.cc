@@ -99,6 +99,9 @@ namespace {
 // the same shape, and without the algorithms whose messages grow with the square of the world.
 constexpr int kTimedRanks = 32;
 
+// Steps are shown with times up to this world: it takes the programs of all ranks.
+constexpr int kExplainedRanks = 256;
+
 // The size that stands for a class: its largest.
 int64_t ClassBytes(int64_t bytes) {
   constexpr int64_t kMost = int64_t{1} << 62;
@@ -201,6 +204,9 @@ absl::StatusOr<std::string> Explain(const CallShape& call, const Topology& topol
   for (const Choice& choice : choices) {
     absl::StrAppendFormat(&text, "  %c %-32s %10.3f ms\n", choice.algorithm == chosen ? '*' : ' ',
                           choice.algorithm(shape, topology, rank).name, choice.seconds * 1e3);
+  }
+  if (topology.world() > kExplainedRanks) {
+    return text + ToString(chosen(shape, topology, rank));
   }
   const std::vector<Program> programs = ForAllRanks(chosen, shape, topology);
   const Timing timing = EstimateTime(shape, topology, programs);

@@ -222,6 +222,14 @@ TEST(Choice, ExplainShowsCandidatesAndTimes) {
   EXPECT_THAT(*text, HasSubstr("    ring all-reduce  "));
   EXPECT_THAT(*text, HasSubstr("  * spread all-reduce  "));
   EXPECT_THAT(*text, HasSubstr("spread all-reduce, rank 3 of 4: done after "));
+  const auto large =
+      Explain({.collective = Collective::kBarrier}, Topology::Flat(1000), 3);  // steps only
+  ASSERT_TRUE(large.ok());
+  EXPECT_THAT(*large, HasSubstr("dissemination barrier, rank 3 of 1000: 0 input"));
+  const auto send = Explain({.collective = Collective::kSendRecv, .root = 1, .sending = true},
+                            Topology::Flat(2), 0);
+  ASSERT_TRUE(send.ok());
+  EXPECT_THAT(*send, HasSubstr("send          in[0] -> rank 1 #0"));
 }
 
 // ---- The cost model ----

@@ -100,6 +100,145 @@ TEST(SendRecv, IsRight) {
   EXPECT_THAT(Verify(shape, programs, {}).message(), HasSubstr("nobody receives"));
 }
 
+TEST(EveryCall, OfRandomTopologiesIsRight) {
+  std::mt19937 random(20240607);
+  const auto below = [&](int n) { return static_cast<int>(random() % n); };
+  for (int round = 0; round < 25; ++round) {
+    const int world = 1 + below(12), regions = 1 + below(5);
+    std::vector<std::string> names;
+    std::vector<int> region_of;
+    std::vector<Link> links;
+    for (int a = 0; a < regions; ++a) names.push_back(absl::StrCat("r", a));
+    for (int r = 0; r < world; ++r) region_of.push_back(below(regions));
+    for (int l = 0; l < regions * regions; ++l) {
+      links.push_back(Gbit(0.01 * (1 + below(10000)), below(300)));
+    }
+    const auto topology = Topology::Create(names, region_of, links);
+    ASSERT_TRUE(topology.ok());
+    for (const Collective collective : kCollectives) {
+      const CallShape shape{
+          .collective = collective, .bytes = int64_t{1} << below(31), .root = below(world)};
+      std::vector<Program> programs;
+      for (int r = 0; r < world; ++r) programs.push_back(*Compile(shape, *topology, r));
+      const VerifySizes sizes{below(200000), BlocksMayDiffer(collective) && below(2) == 0};
+      const absl::Status status = Verify(shape, programs, sizes);
+      ASSERT_TRUE(status.ok()) << "round " << round << ", " << programs[0].name << ": " << status;
+    }
+  }
+}
+
+// ---- What the errors say ----
+
+Program Empty(Collective collective, int rank, int world) {
+  return std::move(ProgramBuilder({.collective = collective}, "test", rank, world)).Build();
+}
+
+TEST(Errors, NameRankAndStep) {
+  const CallShape shape{.collective = Collective::kAllReduce};
+  std::vector<Program> programs = ForAllRanks(DirectAllReduce, shape, Topology::Flat(2));
+  programs[1].steps[2].after.clear();
+  EXPECT_EQ(Verify(shape, programs, {}).message(),
+            "rank 1, step 2 (reduce        tmp[0] op= out[0]): may run at the same time as step 0 "
+            "(recv          tmp[0] <- rank 0 #0), on the same elements");
+}
+
+// Both ranks add up the same two contributions, but each with its own on the left.
+TEST(Errors, AnotherOrderOnAnotherRank) {
+  const CallShape shape{.collective = Collective::kAllReduce};
+  std::vector<Program> programs;
+  for (int rank = 0; rank < 2; ++rank) {
+    ProgramBuilder builder(shape, "careless all-reduce", rank, 2);
+    const Chunk other = builder.Plain(Output());
+    builder.Recv(1 - rank, other);
+    builder.Send(Output(), 1 - rank);
+    builder.Reduce(Output(), other);
+    programs.push_back(std::move(builder).Build());
+  }
+  EXPECT_EQ(Verify(shape, programs, {}).message(),
+            "rank 1, output 0: elements from 0 are reduced in another order than on rank 0");
+}
+
+TEST(Errors, Deadlock) {
+  const CallShape shape{.collective = Collective::kAllGather};
+  std::vector<Program> programs;
+  for (int rank = 0; rank < 2; ++rank) {
+    ProgramBuilder builder(shape, "impatient all-gather", rank, 2);
+    const uint32_t sent = builder.Send(Input(), 1 - rank);
+    builder.Recv(1 - rank, Output(1 - rank), {sent});
+    builder.Copy(Output(rank), Input());
+    programs.push_back(std::move(builder).Build());
+  }
+  EXPECT_EQ(Verify(shape, programs, {}).message(),
+            "rank 0, step 0 (send          in[0] -> rank 1 #0): deadlock: its counterpart on the "
+            "peer never starts");
+}
+
+TEST(Errors, ReadBeforeWritten) {
+  const CallShape shape{.collective = Collective::kAllGather};
+  ProgramBuilder builder(shape, "test", 0, 1);
+  builder.Copy(Output(0), builder.Plain(Input()));
+  EXPECT_THAT(Verify(shape, {std::move(builder).Build()}, {}).message(),
+              HasSubstr("reads tmp[0] before it was written"));
+}
+
+TEST(Errors, OutputMissingOrWrong) {
+  const CallShape shape{.collective = Collective::kAllReduce};
+  EXPECT_EQ(
+      Verify(shape, {Empty(Collective::kAllReduce, 0, 2), Empty(Collective::kAllReduce, 1, 2)}, {})
+          .message(),
+      "rank 0, output 0: elements 0 to 1000 hold the contributions of ranks 0; expected 0,1");
+  const CallShape gather{.collective = Collective::kAllGather};
+  EXPECT_EQ(Verify(gather, {Empty(Collective::kAllGather, 0, 1)}, {}).message(),
+            "rank 0, output 0: not all elements were written");
+  const CallShape barrier{.collective = Collective::kBarrier};
+  EXPECT_EQ(
+      Verify(barrier, {Empty(Collective::kBarrier, 0, 2), Empty(Collective::kBarrier, 1, 2)}, {})
+          .message(),
+      "rank 0 leaves the barrier without rank 1");
+}
+
+// In place, the output is written while the codes are still made of the input.
+TEST(Errors, SharedMemoryOverwritten) {
+  const CallShape shape{.collective = Collective::kSignAllReduce};
+  std::vector<Program> programs = ForAllRanks(SignReduceAndRecode, shape, Topology::Flat(2));
+  bool damaged = false;
+  for (Step& step : programs[0].steps) {
+    if (step.kind != StepKind::kDecodeFinish || step.after.size() < 2) continue;
+    step.after.erase(step.after.begin());  // the encoding of the slice
+    damaged = true;
+  }
+  ASSERT_TRUE(damaged);
+  EXPECT_THAT(Verify(shape, programs, {50000}).message(),
+              AllOf(HasSubstr("decode-finish"), HasSubstr("may run at the same time"),
+                    HasSubstr("(encode ")));
+}
+
+TEST(Errors, MalformedPrograms) {
+  const CallShape shape{.collective = Collective::kAllReduce};
+  const std::vector<Program> good = ForAllRanks(DirectAllReduce, shape, Topology::Flat(2));
+  const auto error = [&](auto damage) {
+    std::vector<Program> programs = good;
+    damage(programs[0]);
+    return std::string(Verify(shape, programs, {}).message());
+  };
+  EXPECT_THAT(error([](Program& p) { p.rank = 1; }), HasSubstr("its program is for rank 1 of 2"));
+  EXPECT_THAT(error([](Program& p) { p.granule = 0; }), HasSubstr("granule"));
+  EXPECT_THAT(error([](Program& p) { p.output_blocks = 2; }), HasSubstr("do not fit all-reduce"));
+  EXPECT_THAT(error([](Program& p) { p.steps[0].dst.block = 9; }), HasSubstr("out of bounds"));
+  EXPECT_THAT(error([](Program& p) { p.steps[0].dst.slices = 0; }), HasSubstr("is no slice"));
+  EXPECT_THAT(error([](Program& p) { p.steps[0].peer = 0; }), HasSubstr("no such peer"));
+  EXPECT_THAT(error([](Program& p) { p.steps[0].peer = 2; }), HasSubstr("no such peer"));
+  EXPECT_THAT(error([](Program& p) { p.steps[1].after = {1}; }), HasSubstr("is not before it"));
+  EXPECT_THAT(error([](Program& p) { p.scratch[0].like = p.steps[0].dst; }),
+              HasSubstr("scratch can't be like scratch"));
+  EXPECT_THAT(error([](Program& p) { p.scratch[0].kind = ScratchKind::kEncoded; }),
+              HasSubstr("wrong kind"));
+  EXPECT_THAT(error([](Program& p) { p.steps[1].src = Output(0, 0, 2); }),
+              HasSubstr("sends 512 elements, but rank 1, step 0 expects 1000"));
+  EXPECT_THAT(error([](Program& p) { p.steps.push_back(p.steps[1]); }),
+              HasSubstr("this message exists twice"));
+}
+
 // ---- Damage ----
 
 struct Call {
