@@ -143,7 +143,7 @@ TEST(EngineTest, SmallUnexpectedMessagesAreBoundedToo) {
     }
   });
   std::vector<uint64_t> got(kMessages);
-  absl::Notification all;
+  Notification all;
   std::atomic<uint64_t> received{0};
   for (uint64_t i = kMessages; i-- > 0;) {
     pair.b.engine->Post([&, i] {
@@ -271,7 +271,7 @@ TEST(EngineTest, ClosedChannelEndsBothSides) {
   Pair pair(&network);
   const PeerId b = pair.a.Id(pair.b), a = pair.b.Id(pair.a);
   struct Told {
-    absl::Notification over;
+    Notification over;
     PeerId peer;
     absl::Status status;
   } told;
@@ -323,7 +323,7 @@ TEST(EngineTest, ChannelClosedBeforeItIsOpenedHereIsRemembered) {
   pair.a.Send(pair.b, {kChannel + 1, 1}, bytes);
   ASSERT_EQ(marker.Wait(), absl::OkStatus());  // behind it on the same lane
 
-  absl::Notification told;
+  Notification told;
   pair.b.engine->Call([&] {
     Engine::ChannelEvents events;
     events.on_closed = [&](PeerId, const absl::Status& status) {
@@ -339,7 +339,7 @@ TEST(EngineTest, TimersRunInOrderAndCanBeCancelled) {
   FakeNetwork network;
   Node node(&network, "a", 0);
   std::vector<int> ran;
-  absl::Notification last;
+  Notification last;
   node.engine->Call([&] {
     const absl::Time now = absl::Now();
     node.engine->AddTimer(now + absl::Milliseconds(20), [&] {

@@ -58,7 +58,7 @@ class LogLines {
 };
 
 struct LostPeer {
-  absl::Notification over;
+  Notification over;
   PeerId peer{};
   absl::Status status;
 
