@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_geomesh.backend import register as _register
+from torch_geomesh.registration import register as _register
 
 if TYPE_CHECKING:
     from torch_geomesh.backend import Options as Options

@@ -1,6 +1,6 @@
-"""The ``"geomesh"`` backend's registration with torch.distributed, its options and its figures.
+"""The ``"geomesh"`` backend in Python: how a group is made, its options and its figures.
 
-Knows how c10d makes a backend and where UCX lies. The compiled module is loaded when the first
+Knows what c10d passes to a backend and where UCX lies. The compiled module is loaded when the first
 group is made.
 """
 
@@ -131,7 +131,8 @@ def _topology_spec(name: str) -> _C.TopologySpec:
     return extension().TopologySpec(topology.name, plan["regions"], bytes_per_s, delay_s)
 
 
-def _create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
+def create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
+    """Make a group's backend; c10d calls it with its extended arguments."""
     module = extension()
     options = pg_options if isinstance(pg_options, module.Options) else module.Options()
     if pg_options is not None and options is not pg_options:
@@ -148,20 +149,3 @@ def _create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
     return module.ProcessGroupGeoMesh(
         backend_options.store, backend_options.group_rank, backend_options.group_size, options
     )
-
-
-def register() -> None:
-    """Make ``"geomesh"`` known to torch.distributed; a second call does nothing."""
-    if not dist.is_available() or "GEOMESH" in dist.Backend._plugins:
-        return
-    # Claiming "cuda" on a machine without a GPU makes parts of PyTorch ask for a current device.
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    dist.Backend.register_backend("geomesh", _create, extended_api=True, devices=devices)
-
-
-def autoload() -> None:
-    """Entry point of ``torch.backends``: runs while torch is imported, so it must not raise."""
-    try:
-        register()
-    except Exception as error:
-        warnings.warn(f"torch_geomesh could not register its backend: {error}", stacklevel=1)
