@@ -191,10 +191,7 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
   init();
 }
 
-ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
-  shutdown();
-  executor_.reset();
-}
+ProcessGroupGeoMesh::~ProcessGroupGeoMesh() { shutdown(); }
 
 ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::Begin(const char* name, const char* title,
                                                           c10d::OpType type, std::string detail) {
@@ -221,6 +218,7 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
   call.fingerprint = operation.check_fingerprint ? operation.fingerprint.value() : 0;
 
   std::lock_guard<std::mutex> lock(mutex_);
+  if (shut_) Throw(absl::FailedPreconditionError("geomesh: the group was destroyed"));
   if (const absl::Status health = executor_->health(); !health.ok()) Throw(health);
   if (timeout == c10d::kUnsetTimeout) timeout = timeout_;
   call.deadline = absl::Now() + ToDuration(timeout);
@@ -829,39 +827,62 @@ uint64_t ProcessGroupGeoMesh::getSequenceNumberForGroup() {
 }
 
 c10d::ErrorType ProcessGroupGeoMesh::getError() {
-  const absl::Status health = executor_->health();
+  const absl::Status health = executor()->health();
   if (health.ok()) return c10d::ErrorType::SUCCESS;
   return absl::IsDeadlineExceeded(health) ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::COMM_ERROR;
 }
 
 void ProcessGroupGeoMesh::abort() {
-  executor_->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " aborted the group")));
+  std::shared_ptr<exec::Executor> executor;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    executor = executor_;
+  }
+  if (executor == nullptr) return;  // the group has ended already
+  executor->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " aborted the group")));
 }
 
 void ProcessGroupGeoMesh::shutdown() {
-  const absl::Time deadline = absl::Now() + process_->options().linger;
+  std::shared_ptr<exec::Executor> executor;
+  std::shared_ptr<Process> process;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (shut_) return;
     shut_ = true;
+    const absl::Time deadline = absl::Now() + process_->options().linger;
     if (!idle_.wait_until(lock, absl::ToChronoTime(deadline), [this] { return pending_ == 0; })) {
       Log(LogLevel::kWarning, "group",
           absl::StrCat("the group ends with ", pending_,
                        " operations unfinished after GEOMESH_LINGER"));
-      lock.unlock();
       executor_->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " has left the group")));
-      lock.lock();
       idle_.wait(lock, [this] { return pending_ == 0; });
     }
+    lock.unlock();
+    // What was sent last may still be in this process; peers count on it.
+    const absl::Status drained = process_->engine().Drain(deadline);
+    if (!drained.ok()) Log(LogLevel::kWarning, "group", drained.message());
+    lock.lock();
+    executor = std::move(executor_);
+    process = std::move(process_);
   }
-  // What was sent last may still be in this process; peers count on it.
-  if (const absl::Status drained = process_->engine().Drain(deadline); !drained.ok()) {
-    Log(LogLevel::kWarning, "group", drained.message());
-  }
+  executor.reset();  // before the engine that it runs on, which ends with its last group
+}
+
+std::shared_ptr<exec::Executor> ProcessGroupGeoMesh::executor() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (executor_ == nullptr)
+    Throw(absl::FailedPreconditionError("geomesh: the group was destroyed"));
+  return executor_;
 }
 
 std::vector<transport::PeerStats> ProcessGroupGeoMesh::Stats() {
-  transport::Engine& engine = process_->engine();
+  std::shared_ptr<Process> process;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    process = process_;
+  }
+  if (process == nullptr) Throw(absl::FailedPreconditionError("geomesh: the group was destroyed"));
+  transport::Engine& engine = process->engine();
   return engine.Call([&engine] { return engine.Stats(); });
 }
 

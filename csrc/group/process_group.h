@@ -132,6 +132,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   Operation Begin(const char* name, const char* title, c10d::OpType type, std::string detail);
   c10::intrusive_ptr<WorkGeoMesh> Launch(Operation operation, std::chrono::milliseconds timeout);
   Work PointToPoint(Tensors& tensors, int peer, int tag, bool sending);
+  // The running one; throws after shutdown().
+  std::shared_ptr<exec::Executor> executor();
   int CheckRoot(const std::string& operation, int64_t root) const;
 
   const c10::intrusive_ptr<Options> options_;
