@@ -139,6 +139,28 @@ def test_evaluation_and_pauses_do_not_count_as_compute() -> None:
     assert mesh.events[0].data_wait_s > 0.2
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_models_train_without_a_graph_break(inside: bool) -> None:
+    def trained(compiled: bool) -> tuple[list[Tensor], GeoMesh]:
+        model = make_model()
+        run: nn.Module = model
+        if compiled and inside:
+            model.compile(backend="eager", fullgraph=True)
+        elif compiled:
+            run = torch.compile(model, backend="eager", fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with GeoMesh(model, optimizer, inner_steps=2) as mesh:
+            for x, y in batches(4):
+                train_step(run, optimizer, x, y)
+        return [p.detach() for p in model.parameters()], mesh
+
+    plain, _ = trained(compiled=False)
+    ours, mesh = trained(compiled=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert mesh.round == 2
+    assert mesh.events[1].compute_s > 0
+
+
 def test_hooks_are_gone_after_the_block_also_after_an_error() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import reference_codec as reference
 import torch
 import torch.distributed as dist
 from fake_geomesh import encode, fake_geomesh, outer_step_, pseudo_gradients
-from ranks import run_ranks
+from ranks import run_ranks, start_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -293,6 +294,48 @@ def test_nan_on_one_rank_ends_the_round_on_all_and_changes_nothing(kind: str) ->
         assert result["round"] == 1
         assert np.isfinite(result["residual"]).all()
         assert np.abs(result["residual"]).sum() > 0
+
+
+def rank_1_dies(tell: Any) -> dict[str, Any]:
+    rank = dist.get_rank()
+    model = make_model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GeoMesh(model, optimizer, inner_steps=2) as mesh:
+        for step in range(2):
+            train_step(model, optimizer, *batch_of(rank, step))
+        before = copy.deepcopy(mesh.state_dict())
+        train_step(model, optimizer, *batch_of(rank, 2))
+        tell("ready")
+        if rank == 1:
+            time.sleep(60)
+        begin, error = time.monotonic(), ""
+        try:
+            train_step(model, optimizer, *batch_of(rank, 3))
+        except RuntimeError as raised:
+            error = str(raised)
+        seconds = time.monotonic() - begin
+    after = mesh.state_dict()
+    same = all(
+        torch.equal(before[what][name], after[what][name])
+        for what in ("anchor", "momentum")
+        for name in before["anchor"]
+    )
+    return {"error": error, "same": same, "round": mesh.round, "seconds": seconds}
+
+
+def test_a_killed_rank_is_named_and_the_round_does_not_commit() -> None:
+    world = start_ranks(3, rank_1_dies)
+    for rank in range(3):
+        assert world.receive(rank) == "ready"
+    world.signal(1, signal.SIGKILL)
+    outcomes = world.join(expect_dead=(1,))
+    for rank in (0, 2):
+        result = outcomes[rank].value
+        assert result is not None, outcomes[rank].error
+        assert "rank 1" in result["error"]
+        assert result["same"]
+        assert result["round"] == 1
+        assert result["seconds"] < 20
 
 
 def different_settings() -> str:
