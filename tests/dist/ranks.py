@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
 
 
 class RankFailedError(AssertionError):
