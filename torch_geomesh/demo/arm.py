@@ -141,7 +141,8 @@ class ArmRun:
             self._take(evaluator.answer())
             return
         # The newest: where rounds are quicker than evaluations, some are left out.
-        if self.rounds[0] and (newest := self.rounds[0][-1]).number > self._evaluated:
+        in_time = [round_ for round_ in self.rounds[0] if round_.end <= self.view.budget_s]
+        if in_time and (newest := in_time[-1]).number > self._evaluated:
             self._evaluating = (newest.number, newest.end)
             evaluator.ask(snapshot_path(self.folder, newest.number))
 
@@ -152,8 +153,6 @@ class ArmRun:
         for old in range(self._evaluated + 1, number + 1):
             snapshot_path(self.folder, old).unlink(missing_ok=True)
         self._evaluated, self._evaluating = number, None
-        if at > self.view.budget_s:
-            return
         self.curve.append((at, loss))
         self.view.losses.append(loss)
         if loss <= self.target:
@@ -248,7 +247,11 @@ def _last_words(folder: Path) -> str:
     """Return the most telling lines of the ranks' logs."""
     for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
         lines = log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+        errors = [
+            line.strip()
+            for line in lines
+            if ("Error" in line and "ChildFailedError" not in line) or "traceback : Signal" in line
+        ]
         if errors:
             return f"{log.stem}: " + "\n".join(errors[:3])
     return "No rank has written an error."
