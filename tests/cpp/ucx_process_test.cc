@@ -228,7 +228,7 @@ TEST(UcxProcess, ForeignUcxVariablesDoNotDisturb) {
                 {"env", "UCX_TLS=nonsense", "UCX_NET_DEVICES=mlx9:1", "UCX_PREFIX=/x",
                  "UCX_RNDV_THRESH=1", "UCX_ZCOPY_THRESH=inf", "UCX_TCP_TX_SEG_SIZE=1m",
                  "UCX_TCP_RX_SEG_SIZE=2m", "UCX_TCP_AF_PRIO=inet6", "UCX_TCP_PORT_RANGE=1-2",
-                 "UCX_TCP_CONN_NB=n", "UCX_LOG_LEVEL=info", "UCX_NO_SUCH_THING=1"});
+                 "UCX_TCP_CONN_NB=n", "UCX_NO_SUCH_THING=1"});
   const std::string address = *other.Hear();  // the first line: nothing came before it on stdout
   End end(OnLoopback());
   auto lane = end.wire->Dial(address, "rank 1", 2, {});

@@ -26,7 +26,8 @@ namespace geomesh::transport {
 
 // UCX reads these when it is loaded, so a test binary sets them and starts itself again.
 inline void EnsureUcxEnvironment(char** argv) {
-  if (getenv("UCX_MEM_EVENTS") != nullptr && getenv("UCX_DEBUG_SIGNO") != nullptr) return;
+  if (getenv("UCX_MEM_EVENTS") != nullptr && getenv("UCX_HANDLE_ERRORS") != nullptr) return;
+  setenv("UCX_HANDLE_ERRORS", "none", 1);
   setenv("UCX_MEM_EVENTS", "n", 1);
   setenv("UCX_DEBUG_SIGNO", "0", 1);
   execv("/proc/self/exe", argv);

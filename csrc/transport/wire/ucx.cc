@@ -255,7 +255,7 @@ void UcxWireImpl::WarnAboutPublicAddress() const {
                      ", a public address, without a key: UCX checks nobody, and whoever reaches "
                      "this port can write into this process. Choose a private or VPN device "
                      "(GEOMESH_INTERFACE), or let only the job's hosts reach the port "
-                     "(GEOMESH_PORT_RANGE and a firewall)"));
+                     "(GEOMESH_PORTS and a firewall)"));
     return true;
   }();
   (void)warned;

@@ -35,8 +35,8 @@ class UcxWire : public Wire {
   virtual UcxWireStats stats() const = 0;
 };
 
-// Opens nothing yet: Listen does. UCX_DEBUG_SIGNO=0 and UCX_MEM_EVENTS=n must be in the environment
-// before the UCX library is loaded; Listen warns where they were not.
+// Opens nothing yet: Listen does. UCX_DEBUG_SIGNO=0, UCX_HANDLE_ERRORS=none and UCX_MEM_EVENTS=n
+// must be in the environment before the UCX library is loaded; Listen warns where they were not.
 absl::StatusOr<std::unique_ptr<Wire>> MakeUcxWire(UcxWireOptions options);
 
 }  // namespace geomesh::transport

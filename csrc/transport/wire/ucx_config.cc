@@ -5,10 +5,13 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "transport/wire/ucx_log.h"
@@ -52,6 +55,8 @@ std::vector<Setting> Settings(const Device& device, uint16_t port) {
   };
 }
 
+constexpr uint32_t MakeVersion(uint32_t major, uint32_t minor) { return major << 16 | minor << 8; }
+
 // A value of UCX's own kind for "no".
 bool IsNo(const char* value) {
   if (value == nullptr) return false;
@@ -92,7 +97,15 @@ absl::StatusOr<ucp_context_h> MakeUcxContext(const Device& device, uint16_t port
                                           TakeLastUcxComplaint(), ")"));
   }
   for (const Setting& setting : Settings(device, port)) {
-    const ucs_status_t status = ucp_config_modify(config, setting.name, setting.value.c_str());
+    absl::string_view name = setting.name;
+    // Before 1.17, UCX looks for a transport's settings without the transport's name, and its
+    // setter of SYN_CNT writes over the setting behind it.
+    if (UcxRuntimeVersion() < MakeVersion(1, 17) && absl::ConsumePrefix(&name, "TCP_") &&
+        name == "SYN_CNT") {
+      continue;
+    }
+    const ucs_status_t status =
+        ucp_config_modify(config, std::string(name).c_str(), setting.value.c_str());
     if (status != UCS_OK && !setting.optional) {
       ucp_config_release(config);
       return UcxStatus(status, absl::StrCat("setting ", setting.name, "=", setting.value));
@@ -128,15 +141,28 @@ uint32_t UcxRuntimeVersion() {
 
 absl::Status CheckUcxVersion() {
   const uint32_t loaded = UcxRuntimeVersion();
-  const uint32_t built = UCP_API_MAJOR << 16 | UCP_API_MINOR << 8;
+  const uint32_t built = MakeVersion(UCP_API_MAJOR, UCP_API_MINOR);
   if (loaded >> 16 == built >> 16 && loaded >= built) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "the UCX library that is loaded is ", ucp_get_version_string(), ", but this was built for ",
       UCP_API_MAJOR, ".", UCP_API_MINOR, " or later: another UCX comes first in the library path"));
 }
 
+absl::Status CheckSettingsTaken() {
+  const std::string unused = TakeUnusedUcxSettings();
+  for (const char* name : {"SEG_SIZE", "PORT_RANGE", "CONN_NB", "AF_PRIO"}) {
+    if (absl::StrContains(unused, name)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("UCX ", ucp_get_version_string(),
+                       " does not take settings that the wire depends on: ", unused));
+    }
+  }
+  return absl::OkStatus();
+}
+
 std::vector<std::string> UcxLoadTimeProblems() {
   std::vector<std::string> problems;
+  std::vector<std::string> signals;
   for (int signal = 1; signal < NSIG; ++signal) {
     struct sigaction action;
     if (sigaction(signal, nullptr, &action) != 0) continue;
@@ -145,10 +171,12 @@ std::vector<std::string> UcxLoadTimeProblems() {
                         : reinterpret_cast<void*>(action.sa_handler);
     Dl_info info;
     if (handler == nullptr || dladdr(handler, &info) == 0 || info.dli_fname == nullptr) continue;
-    if (absl::StrContains(info.dli_fname, "libucs")) {
-      problems.push_back(absl::StrCat("UCX handles signal ", signal, " (", strsignal(signal),
-                                      "): set UCX_DEBUG_SIGNO=0 before it is loaded"));
-    }
+    if (absl::StrContains(info.dli_fname, "libucs")) signals.push_back(strsignal(signal));
+  }
+  if (!signals.empty()) {
+    problems.push_back(
+        absl::StrCat("UCX handles signals of this process (", absl::StrJoin(signals, ", "),
+                     "): set UCX_DEBUG_SIGNO=0 and UCX_HANDLE_ERRORS=none before it is loaded"));
   }
   if (!IsNo(std::getenv("UCX_MEM_EVENTS"))) {
     problems.push_back(

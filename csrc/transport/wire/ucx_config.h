@@ -33,9 +33,13 @@ uint32_t UcxRuntimeVersion();
 // Refuses a library older than the headers this was built with.
 absl::Status CheckUcxVersion();
 
+// After a worker was made: refuses a UCX that ignored settings which memory safety or the ports
+// depend on.
+absl::Status CheckSettingsTaken();
+
 // What cannot be set any more once the library is loaded: signal handlers of UCX's that are
-// installed, memory hooks that will be. Empty when UCX_DEBUG_SIGNO=0 and UCX_MEM_EVENTS=n were in
-// the environment in time.
+// installed, memory hooks that will be. Empty when UCX_DEBUG_SIGNO=0, UCX_HANDLE_ERRORS=none and
+// UCX_MEM_EVENTS=n were in the environment in time.
 std::vector<std::string> UcxLoadTimeProblems();
 
 }  // namespace geomesh::transport

@@ -7,29 +7,38 @@
 #include <mutex>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "base/log.h"
 
 namespace geomesh::transport {
 namespace {
 
-std::mutex complaint_mutex;
-std::string& Complaint() {
-  static std::string* complaint = new std::string;
-  return *complaint;
-}
+// Never destroyed: UCX's own thread may log until the process ends.
+struct Heard {
+  std::mutex mutex;
+  std::string complaint;
+  std::string unused_settings;
+
+  static Heard& Get() {
+    static Heard* heard = new Heard;
+    return *heard;
+  }
+};
 
 ucs_log_func_rc_t OnUcxLog(const char* /*file*/, unsigned /*line*/, const char* /*function*/,
                            ucs_log_level_t level, const ucs_log_component_config_t* /*component*/,
                            const char* format, va_list arguments) {
   // Debug and trace lines only exist when the user asked UCX for them.
-  char text[512];
+  char text[1024];
   va_list copy;
   va_copy(copy, arguments);
   std::vsnprintf(text, sizeof(text), format, copy);
   va_end(copy);
-  if (level <= UCS_LOG_LEVEL_ERROR) {
-    std::lock_guard<std::mutex> lock(complaint_mutex);
-    Complaint() = text;
+  {
+    Heard& heard = Heard::Get();
+    std::lock_guard<std::mutex> lock(heard.mutex);
+    if (level <= UCS_LOG_LEVEL_ERROR) heard.complaint = text;
+    if (absl::StartsWith(text, "invalid configuration")) heard.unused_settings = text;
   }
   // A fatal line is UCX's last before it aborts the process.
   Log(level == UCS_LOG_LEVEL_FATAL ? LogLevel::kError : LogLevel::kDebug, "wire/ucx", text);
@@ -47,8 +56,13 @@ void RouteUcxLog() {
 }
 
 std::string TakeLastUcxComplaint() {
-  std::lock_guard<std::mutex> lock(complaint_mutex);
-  return std::exchange(Complaint(), std::string());
+  std::lock_guard<std::mutex> lock(Heard::Get().mutex);
+  return std::exchange(Heard::Get().complaint, std::string());
+}
+
+std::string TakeUnusedUcxSettings() {
+  std::lock_guard<std::mutex> lock(Heard::Get().mutex);
+  return std::exchange(Heard::Get().unused_settings, std::string());
 }
 
 }  // namespace geomesh::transport

@@ -13,4 +13,7 @@ void RouteUcxLog();
 // status whose UCX code alone says little ("Input/output error"); empty if nothing.
 std::string TakeLastUcxComplaint();
 
+// The settings that UCX said it does not know since the last call; empty if none.
+std::string TakeUnusedUcxSettings();
+
 }  // namespace geomesh::transport

@@ -57,7 +57,7 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Open(const Device& device,
   }
   return absl::ResourceExhaustedError(absl::StrCat("no free port in the range ", ports.ToString(),
                                                    " on ", At(device, 0),
-                                                   ": each is in use; widen GEOMESH_PORT_RANGE"));
+                                                   ": each is in use; widen GEOMESH_PORTS"));
 }
 
 absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::OpenPort(const Device& device,
@@ -75,6 +75,7 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::OpenPort(const Device& dev
     return UcxStatus(status,
                      absl::StrCat("listening on ", At(device, port), ": ", TakeLastUcxComplaint()));
   }
+  GM_RETURN_IF_ERROR(CheckSettingsTaken());
   if (auto status = ucp_worker_get_efd(self->worker_, &self->event_fd_); status != UCS_OK) {
     return UcxStatus(status, "asking for the worker's event descriptor");
   }
