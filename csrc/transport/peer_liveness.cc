@@ -8,6 +8,11 @@
 #include "transport/peer.h"
 
 namespace geomesh::transport {
+namespace {
+
+constexpr absl::Duration kLeftLinger = absl::Seconds(2);
+
+}  // namespace
 
 void Peer::HandleBye(Lane* lane) {
   said_bye_ = true;
@@ -157,8 +162,12 @@ void Peer::Lose(const absl::Status& reason, bool left) {
     }
     FailMessage(message, reason);
   }
-  // Who left is still told what of its last words came, and closes the lanes itself.
-  if (!left) CloseLanes();
+  // Who left is still told what of its last words came, and should close the lanes itself.
+  if (left) {
+    host_->RunAt(std::chrono::steady_clock::now() + kLeftLinger, [this] { CloseLanes(); });
+  } else {
+    CloseLanes();
+  }
   auto in_doubt = std::exchange(in_doubt_, {});
   for (auto& [name, doubtful] : in_doubt) {
     for (Outgoing* out : doubtful) Settle(out);
