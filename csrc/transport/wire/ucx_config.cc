@@ -19,6 +19,8 @@
 namespace geomesh::transport {
 namespace {
 
+constexpr uint32_t MakeVersion(uint32_t major, uint32_t minor) { return major << 16 | minor << 8; }
+
 struct Setting {
   const char* name;
   std::string value;
@@ -51,11 +53,11 @@ std::vector<Setting> Settings(const Device& device, uint16_t port) {
       {"TCP_NODELAY", "y"},
       // The thresholds derived from a NIC's advertised speed differ between hosts.
       {"RNDV_THRESH", "inf"},
-      {"ZCOPY_THRESH", "0"},
+      // A lane that breaks inside a zero-copy segment completes that twice: harmless, but an
+      // assertion ends the process in the builds that distributions make of older releases.
+      {"ZCOPY_THRESH", UcxRuntimeVersion() < MakeVersion(1, 17) ? "inf" : "0"},
   };
 }
-
-constexpr uint32_t MakeVersion(uint32_t major, uint32_t minor) { return major << 16 | minor << 8; }
 
 // A value of UCX's own kind for "no".
 bool IsNo(const char* value) {
