@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "exec/operation.h"
 
@@ -61,8 +62,14 @@ void Executor::State::Open() {
   }
   transport::Engine::ChannelEvents events;
   // A lost peer is noticed by the messages that are due from or to it.
-  events.on_closed = [weak = weak_from_this()](transport::PeerId, const absl::Status& status) {
-    if (const auto state = weak.lock()) state->Fail(status, nullptr, /*told=*/true);
+  events.on_closed = [weak = weak_from_this()](transport::PeerId peer, const absl::Status& status) {
+    const auto state = weak.lock();
+    if (state == nullptr) return;
+    // The text names its origin; who passed it on to us does not matter.
+    absl::string_view text = status.message();
+    absl::ConsumePrefix(&text,
+                        absl::StrCat(state->engine->DescribePeer(peer), " closed the channel: "));
+    state->Fail(absl::Status(status.code(), text), nullptr, /*told=*/true);
   };
   engine->OpenChannel(channel, std::move(others), std::move(events));
 }
