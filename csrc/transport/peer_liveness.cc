@@ -222,15 +222,26 @@ void Peer::Tick(Instant now, absl::Duration late, bool announce) {
     Log(LogLevel::kWarning, "transport", absl::StrCat(Description(), " is heard again"));
   }
   std::vector<LaneId> dead;
+  std::vector<Lane*> ready;
   for (const auto& lane : lanes_) {
     if (lane->state == Lane::State::kLeft) continue;
-    const absl::Duration limit =
-        lane->state == Lane::State::kReady ? options.dead_after : options.connect_timeout;
+    const bool is_ready = lane->state == Lane::State::kReady;
+    const absl::Duration limit = is_ready ? options.dead_after : options.connect_timeout;
     if (Between(lane->heard_at, now) >= limit) {
       dead.push_back(lane->id);
-    } else if (lane->state == Lane::State::kReady &&
-               Between(lane->sent_at, now) >= options.heartbeat * 0.75) {
-      PostBare(lane.get(), SegmentType::kHeartbeat);
+    } else if (is_ready) {
+      ready.push_back(lane.get());
+    }
+  }
+  // One heartbeat a peer, on its lanes in turn: one on each would cost several times the bytes. But
+  // a lane that is silent for long would be taken for broken.
+  std::sort(ready.begin(), ready.end(),
+            [](const Lane* a, const Lane* b) { return a->sent_at < b->sent_at; });
+  const bool due =
+      !ready.empty() && Between(ready.back()->sent_at, now) >= options.heartbeat * 0.75;
+  for (size_t i = 0; i < ready.size(); ++i) {
+    if ((i == 0 && due) || Between(ready[i]->sent_at, now) >= options.dead_after / 4) {
+      PostBare(ready[i], SegmentType::kHeartbeat);
     }
   }
   for (LaneId id : dead) {
