@@ -269,7 +269,9 @@ TEST_P(ReduceTest, AverageOfHalvesDoesNotOverflow) {
         EXPECT_TRUE(std::isfinite(mean)) << world << " times " << exact;
         // Each of `world` roundings is at most half a unit in the last place.
         EXPECT_NEAR(mean / exact, 1, world * std::ldexp(1, -f.fraction_bits - 1)) << world;
-        if (world <= 2 || (world == 4 && value == thirty_thousand)) EXPECT_EQ(mean, exact) << world;
+        if (world <= 2 || (world == 4 && value == thirty_thousand)) {
+          EXPECT_EQ(mean, exact) << world;
+        }
       }
     }
   }
