@@ -16,7 +16,7 @@ target_link_libraries(geomesh_ucx INTERFACE ${GEOMESH_LIBucp} ${GEOMESH_LIBucs})
 
 set(wire ${CMAKE_CURRENT_LIST_DIR})
 geomesh_library(geomesh_wire_ucx ${wire}/device.cc ${wire}/ucx.cc ${wire}/ucx_address.cc
-                ${wire}/ucx_config.cc ${wire}/ucx_log.cc ${wire}/ucx_sockets.cc ${wire}/ucx_worker.cc
+                ${wire}/ucx_config.cc ${wire}/ucx_connect.cc ${wire}/ucx_log.cc ${wire}/ucx_sockets.cc ${wire}/ucx_worker.cc
                 DEPS geomesh_base geomesh_ucx absl::flat_hash_set absl::function_ref ${CMAKE_DL_LIBS})
 
 set(tests ${PROJECT_SOURCE_DIR}/tests/cpp)

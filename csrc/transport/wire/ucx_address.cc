@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <fstream>
+#include <random>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -263,6 +264,11 @@ absl::StatusOr<UcxGreeting> UcxGreeting::Parse(absl::string_view bytes) {
     return absl::InvalidArgumentError(absl::StrCat(what, " has a wrong length or count"));
   }
   return greeting;
+}
+
+uint64_t UcxRandom64() {
+  std::random_device device;
+  return static_cast<uint64_t>(device()) << 32 | device();
 }
 
 uint64_t ThisNetwork() {
