@@ -199,14 +199,21 @@ def _round(begin, ready, end, number=0, digest="a"):
     return records.Round(number, begin, ready, end, 1, 8, 512, 2.0, digest)
 
 
-def test_time_is_divided_at_the_last_ranks_readiness():
+def test_stragglers_cost_what_the_slowest_computes_longer():
     slow, fast = [_round(0.0, 4.0, 5.0)], [_round(0.0, 1.0, 5.5)]
     (a,), (b,) = records.divide([slow, fast])
     assert (a.compute_s, a.straggler_wait_s, a.wan_wait_s) == (4.0, 0.0, 1.0)
     assert (b.compute_s, b.straggler_wait_s, b.wan_wait_s) == (1.0, 3.0, 1.5)
 
 
-def test_rank_that_ends_before_the_last_is_ready_waited_for_stragglers_only():
+def test_rank_that_begins_late_is_no_straggler():
+    late, early = [_round(2.0, 5.0, 6.0)], [_round(0.0, 2.5, 6.5)]
+    (a,), (b,) = records.divide([late, early])
+    assert (a.straggler_wait_s, a.wan_wait_s) == (0.0, 1.0)
+    assert (b.straggler_wait_s, b.wan_wait_s) == (0.5, 3.5)
+
+
+def test_straggler_wait_is_no_more_than_the_wait():
     (_,), (b,) = records.divide([[_round(0.0, 4.0, 5.0)], [_round(0.0, 1.0, 3.0)]])
     assert (b.straggler_wait_s, b.wan_wait_s) == (2.0, 0.0)
 

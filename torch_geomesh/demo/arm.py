@@ -207,7 +207,7 @@ class ArmRun:
                 {
                     "region": regions[rank],
                     "speed": self.settings.speeds[rank],
-                    # begin, ready, last rank ready, end
+                    # begin of compute, of straggler wait, of WAN wait; end
                     "timeline": [
                         [
                             round(r.begin, 3),

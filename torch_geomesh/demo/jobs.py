@@ -14,8 +14,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch_geomesh.emulate import Emulation, EmulationUnavailable
 from torch_geomesh.topology import Topology
@@ -83,7 +82,8 @@ class Regions:
         self._running: list[subprocess.Popen[bytes]] = []
         self._counted = 0
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Make the regions, where that is possible; `unavailable` says why it is not."""
         emulation = Emulation(self.topology)
         try:
             emulation.start()
@@ -91,14 +91,9 @@ class Regions:
             self.unavailable = str(error)
         else:
             self._emulation = emulation
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End all ranks and the regions."""
         try:
             self.end()
         finally:

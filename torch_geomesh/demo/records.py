@@ -81,18 +81,17 @@ class Waits:
 def divide(rounds: Sequence[Sequence[Round]]) -> list[list[Waits]]:
     """Divide the time of each rank's rounds; the same number of rounds for every rank.
 
-    A rank waits for stragglers from its own readiness to the last rank's, and for the WAN from
-    there to the end of the exchange.  A rank whose exchange ends before all are ready (it needs
-    nothing from the last) waited for stragglers only.
+    Straggler wait is what a rank would wait on an instant network: the slowest rank's time in
+    compute less its own.  The rest of its wait is for the WAN: bytes under way, and ranks that
+    began the round late because the last round's bytes reached them late.
     """
     divided: list[list[Waits]] = [[] for _ in rounds]
     for same in zip(*rounds, strict=True):
-        last_ready = max(round_.ready for round_ in same)
+        slowest_s = max(round_.ready - round_.begin for round_ in same)
         for rank, round_ in enumerate(same):
-            turn = min(max(last_ready, round_.ready), round_.end)
-            divided[rank].append(
-                Waits(round_.ready - round_.begin, turn - round_.ready, round_.end - turn)
-            )
+            compute_s, wait_s = round_.ready - round_.begin, round_.end - round_.ready
+            straggler_s = min(slowest_s - compute_s, wait_s)
+            divided[rank].append(Waits(compute_s, straggler_s, wait_s - straggler_s))
     return divided
 
 

@@ -114,8 +114,7 @@ def run(settings: Settings, json_file: Path | None, console: Console) -> dict[st
                 f"{settings.ranks} speeds for {len(topology.regions)} regions of {topology.name}"
             )
         regions = Regions(topology)
-        stack.push(_quietly(regions))
-        regions.__enter__()
+        stack.enter_context(_ended_undisturbed(regions))
         if regions.unavailable:
             notes.append(
                 f"Without emulated regions, all ranks on one fast network: {regions.unavailable}"
@@ -148,12 +147,16 @@ def run(settings: Settings, json_file: Path | None, console: Console) -> dict[st
 
 
 @contextlib.contextmanager
-def _quietly(regions: Regions) -> Iterator[None]:
-    try:
+def _ended_undisturbed(regions: Regions) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end_undisturbed, regions)
+        regions.start()
         yield
-    finally:
-        with _undisturbed():
-            regions.__exit__(None, None, None)
+
+
+def _end_undisturbed(regions: Regions) -> None:
+    with _undisturbed():
+        regions.close()
 
 
 def _budget(outcome: dict[str, Any], left_s: float, arms_left: int) -> float:
