@@ -25,6 +25,7 @@ LogLevel LevelFromEnvironment() {
 
 struct State {
   std::atomic<LogLevel> level{LevelFromEnvironment()};
+  const absl::TimeZone zone = absl::LocalTimeZone();
   std::mutex mutex;  // guards the two below and keeps lines whole
   std::string identity;
   std::function<void(LogLevel, absl::string_view)> sink;
@@ -62,7 +63,7 @@ void SetLogSink(std::function<void(LogLevel, absl::string_view)> sink) {
 void Log(LogLevel level, absl::string_view component, absl::string_view message) {
   if (!LogEnabled(level)) return;
   State& state = GetState();
-  const std::string time = absl::FormatTime("%H:%M:%E3S", absl::Now(), absl::LocalTimeZone());
+  const std::string time = absl::FormatTime("%H:%M:%E3S", absl::Now(), state.zone);
   std::lock_guard<std::mutex> lock(state.mutex);
   const std::string line =
       absl::StrCat("geomesh ", absl::string_view(&kLetters[static_cast<int>(level)], 1), " ", time,
