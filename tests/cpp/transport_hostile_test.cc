@@ -374,6 +374,7 @@ TEST_F(HostileTest, StrangersAreBounded) {
 
 // A byte of a true peer's header flipped on the way.
 TEST_F(HostileTest, FlippedHeaderBytesEndThePeerOrNothing) {
+  const std::vector<std::byte> bytes = RandomBytes(100, 1);  // outlives the engines
   for (size_t at = 0; at < kSegmentHeaderBytes; ++at) {
     FakeNetwork network;
     EngineOptions options;
@@ -381,7 +382,6 @@ TEST_F(HostileTest, FlippedHeaderBytesEndThePeerOrNothing) {
     options.suspect_after = absl::Milliseconds(100);
     options.dead_after = absl::Milliseconds(300);
     Pair pair(&network, options);
-    const std::vector<std::byte> bytes = RandomBytes(100, 1);
     Received first = pair.b.Recv(pair.a, {kChannel, 1}, 100);
     pair.a.Send(pair.b, {kChannel, 1}, bytes);
     ASSERT_EQ(first.Wait(), absl::OkStatus());
