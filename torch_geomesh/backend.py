@@ -36,10 +36,11 @@ def extension() -> ModuleType:
     """
     global _extension
     if _extension is None:
-        # UCX reads these two when it is loaded: keep its hands off signal handlers and off libc's
+        # UCX reads these when it is loaded: keep its hands off signal handlers and off libc's
         # memory functions.
         os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
         os.environ.setdefault("UCX_MEM_EVENTS", "n")
+        os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
         try:
             import libucx  # absent where the extension was built against a system UCX
         except ImportError:
