@@ -389,9 +389,9 @@ class GeoMeshSampler(Sampler[list[int]]):
     def _balance_full_round(self) -> list[Share]:
         if self._measured:
             return balance(self._costs, **self._bounds)
-        # The first round: a quarter of the steps, enough for a median.
+        # The first round: equal steps, so mostly waiting; just enough to tell the ranks apart.
         most, least = self._bounds["inner_steps"], self._bounds["min_inner_steps"]
-        steps = min(max(most // 4, 3, least), most)
+        steps = min(max(most // 8, 2, least), most)
         return balance(self._costs, **{**self._bounds, "inner_steps": steps, "min_samples": None})
 
     def _has_room(self, samples: int) -> bool:

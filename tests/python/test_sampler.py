@@ -171,7 +171,7 @@ def test_ranks_finish_together_from_the_second_round_on() -> None:
     fleet.begin_epoch()
     for _ in range(6):
         fleet.run_round()
-    assert fleet.steps[0] == [4, 4, 4, 4]  # short and equal: nothing is known yet
+    assert fleet.steps[0] == [2, 2, 2, 2]  # short and equal: nothing is known yet
     assert max(fleet.spreads[1:]) < 0.06  # step and sample time are still being told apart
     assert max(fleet.spreads[3:]) < 0.01
     assert 15 * 4 <= sum(fleet.steps[-1]) <= 16 * 4
@@ -206,11 +206,16 @@ def test_last_round_is_shared_out_and_may_leave_a_rank_without_steps() -> None:
 def test_a_small_rest_joins_the_round_before() -> None:
     # The first round takes 3 steps of 4 samples on 2 ranks: 24.
     for length, rounds in ((24, 1), (30, 1), (31, 2), (48, 2)):
-        fleet = Fleet(make_samplers(length, [4, 4], inner_steps=3), constant(1, 1))
+        fleet = Fleet(
+            make_samplers(length, [4, 4], inner_steps=3, min_inner_steps=3), constant(1, 1)
+        )
         fleet.run_epoch()
         assert fleet.round == rounds
     # Not where the bound on steps would break.
-    fleet = Fleet(make_samplers(30, [4, 4], inner_steps=3, max_inner_steps=3), constant(1, 1))
+    fleet = Fleet(
+        make_samplers(30, [4, 4], inner_steps=3, min_inner_steps=3, max_inner_steps=3),
+        constant(1, 1),
+    )
     fleet.run_epoch()
     assert fleet.steps == [[3, 3], [1, 1]]
 
