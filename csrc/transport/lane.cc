@@ -19,10 +19,11 @@ LaneView Lane::View(int lanes) const {
 }
 
 void Lane::OnSend(Outgoing* out, Instant now, int lanes) {
-  if (in_flight.empty()) delivered_at = now;
+  if (in_flight.empty()) delivered_at = acked_sent_at = now;
   out->posted_at = now;
   out->delivered_before = delivered_bytes;
   out->delivered_at_before = delivered_at;
+  out->acked_sent_at_before = acked_sent_at;
   in_flight.push_back(out);
   in_flight_bytes += out->bytes();
   out->window_full = in_flight_bytes >= View(lanes).window_bytes;
@@ -35,10 +36,13 @@ void Lane::OnAck(const Outgoing& out, absl::Duration ack_delay, Instant now) {
   min_rtt = std::min(min_rtt, sample);
   rtt = rtt == absl::ZeroDuration() ? sample : rtt + (sample - rtt) / 8;
 
-  // Delivered over the time since the ack before this segment was posted: independent of how acks
-  // are bunched, as that time is at least one round trip.
+  // Delivered over the time since the ack before this segment was posted, which is at least one
+  // round trip. Bunched acks make that time look short, bunched sending the other: the longer
+  // holds.
   delivered_at = now;
-  const double seconds = absl::ToDoubleSeconds(Between(out.delivered_at_before, now));
+  acked_sent_at = out.posted_at;
+  const double seconds = absl::ToDoubleSeconds(std::max(
+      Between(out.delivered_at_before, now), Between(out.acked_sent_at_before, out.posted_at)));
   if (seconds <= 0) return;
   const double rate = static_cast<double>(delivered_bytes - out.delivered_before) / seconds;
   // A lower rate is believed only when it was the lane, and not the caller, that set it.

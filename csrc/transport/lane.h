@@ -31,6 +31,7 @@ struct Outgoing {
   bool window_full = false;       // the lane was as busy as it may be
   uint64_t delivered_before = 0;  // of the lane, when this was posted
   Instant delivered_at_before;
+  Instant acked_sent_at_before;
 
   uint64_t bytes() const { return kSegmentHeaderBytes + payload.size(); }
 };
@@ -53,6 +54,7 @@ struct Lane {
   uint64_t in_flight_bytes = 0;
   uint64_t delivered_bytes = 0;
   Instant delivered_at;
+  Instant acked_sent_at;  // when the newest acknowledged segment was sent
   Instant sent_at;
   bool bare_on_wire = false;  // one kAck or kHeartbeat at a time
   double bytes_per_s = 0;

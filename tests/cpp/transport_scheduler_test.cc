@@ -151,6 +151,19 @@ TEST(LaneTest, RateAndDelayFromAcks) {
   lane.OnAck(second, absl::Milliseconds(50), now);
   EXPECT_EQ(lane.min_rtt, absl::Milliseconds(50));
   EXPECT_DOUBLE_EQ(lane.bytes_per_s, 2e6);
+
+  // Two more, sent 200 ms apart, whose acks come as one: the time between the sends counts.
+  Outgoing third, fourth;
+  third.payload = fourth.payload = first.payload;
+  lane.bytes_per_s = 0;
+  lane.OnSend(&third, now, 1);
+  now = now + absl::Milliseconds(200);
+  lane.OnSend(&fourth, now, 1);
+  now = now + absl::Milliseconds(10);
+  lane.delivered_bytes += 200000;
+  fourth.delivered_at_before = now - std::chrono::milliseconds(10);
+  lane.OnAck(fourth, absl::ZeroDuration(), now);
+  EXPECT_NEAR(lane.bytes_per_s, 200000 / 0.3, 1e4);  // since the first two were sent
 }
 
 }  // namespace
