@@ -84,6 +84,8 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
                       transport::MakeUcxWire(std::move(wire_options)));
 
   transport::EngineOptions engine_options;
+  engine_options.host = HostName();
+  engine_options.region = options.region;
   engine_options.lanes = static_cast<int>(options.lanes);
   engine_options.unexpected_bytes = options.unexpected_bytes;
   engine_options.suspect_after = options.suspect_after;
