@@ -16,7 +16,7 @@ SOURCES := $(shell find csrc cuda -type f 2>/dev/null) CMakeLists.txt setup.py p
 
 help: ## list the targets
 	@echo "torch_geomesh: targets of make"
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|'
+	@sed -nE 's/^([a-z -]+):.*## (.*)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|'
 
 setup: build/.installed ## install what is missing: Debian packages, $(VENV), PyTorch, the extension
 
