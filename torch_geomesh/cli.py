@@ -70,8 +70,11 @@ def _demo(arguments: argparse.Namespace) -> int:
         data=arguments.data.absolute() if arguments.data else None,
         seed=arguments.seed,
     )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)  # of a log file, not of a terminal that is not there
     try:
-        run(settings, arguments.json, Console())
+        run(settings, arguments.json, console)
     except DataError as error:
         return _refuse("demo", str(error))
     except (DemoError, EmulationError, TopologyError) as error:

@@ -109,8 +109,9 @@ def sentences(run: dict[str, Any]) -> list[str]:
     if diloco := arms.get("diloco"):
         said.append(
             f"DiLoCo spent {_percent(diloco['wan_wait_frac'])} of its time on synchronisation "
-            f"over the WAN (published: 65.8 %), and {_percent(diloco['straggler_wait_frac'])} "
-            f"waiting for slower ranks; bandwidths are scaled by {run['scale']:.4g}."
+            f"over the WAN, and {_percent(diloco['straggler_wait_frac'])} waiting for slower "
+            f"ranks, at {diloco['settings']['inner_steps']} inner steps a round. Bandwidths are "
+            f"scaled by {run['scale']:.4g} so that the first figure is about the published 65.8 %."
         )
     geomesh = arms.get("geomesh")
     if geomesh and diloco:

@@ -28,7 +28,7 @@ def _arm(title, *, reached, time_s, straggler, wan, wan_bytes, tokens, rounds=2)
         "wan_wait_frac": wan,
         "wan_bytes": wan_bytes,
         "contribution_bytes": {"sent_a_round": 100, "fp32": 3200},
-        "settings": {"lr": 0.001},
+        "settings": {"lr": 0.001, "inner_steps": 10},
         "curve": [[0.0, 5.5], [time_s / 2, 2.5], [time_s, 2.0]],
         "ranks": [
             {"region": region, "speed": speed, "timeline": timeline}

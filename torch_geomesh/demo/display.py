@@ -154,9 +154,9 @@ def result_table(run: dict[str, Any]) -> Table:
     """Return the table that ends a run."""
     from torch_geomesh.report import COLUMNS, table_rows
 
-    table = Table(title=run["title"])
+    table = Table(title=run["title"], pad_edge=False)
     for index, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index > 0)
+        table.add_column(name, justify="left" if index == 0 else "right")
     for row in table_rows(run):
         table.add_row(*row)
     return table

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from torch_geomesh.emulate import Emulation, EmulationUnavailable
+from torch_geomesh.emulate import Emulation, EmulationUnavailable, Health
 from torch_geomesh.topology import Topology
 
 _PR_SET_PDEATHSIG = 1
@@ -154,9 +154,9 @@ class Regions:
         """Return the bytes between regions since `reset_bytes`; None without emulation."""
         return self._emulation.wan_bytes() - self._counted if self._emulation else None
 
-    def lateness_s(self) -> float | None:
-        """Return by how much the emulator delivered late, 99th percentile."""
-        return self._emulation.health().lateness_p99_s if self._emulation else None
+    def health(self) -> Health | None:
+        """Return how well the emulator itself did; None without emulation."""
+        return self._emulation.health() if self._emulation else None
 
 
 def _free_port() -> int:

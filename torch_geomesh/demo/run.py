@@ -139,8 +139,14 @@ def run(settings: Settings, json_file: Path | None, console: Console) -> dict[st
                 outcome["arms"][arm] = one.figures()
         outcome["arms"] = {arm: outcome["arms"][arm] for arm in ARMS}
         outcome["bit_identical"] = outcome["arms"]["geomesh"]["bit_identical"]
-        lateness = regions.lateness_s()
-        outcome["emulator_lateness_p99_ms"] = None if lateness is None else 1e3 * lateness
+        if health := regions.health():
+            outcome["emulator_lateness_p99_ms"] = 1e3 * health.lateness_p99_s
+            if not health.sound:
+                notes.append(
+                    "The emulator lacked processor time (packets "
+                    f"{1e3 * health.lateness_p99_s:.1f} ms late, {health.device_drops} dropped): "
+                    "run the demo again when this machine has less else to do."
+                )
     outcome["seconds"] = round(time.monotonic() - begin, 1)
     _publish(settings, outcome, json_file, console)
     return outcome
@@ -225,6 +231,8 @@ def _publish(
         json_file.write_text(text)
     written = report.write(settings.out)
     console.print(result_table(outcome))
+    for note in outcome["notes"]:
+        console.print(f"[yellow]{note}[/yellow]", highlight=False, soft_wrap=True)
     for line in report.sentences(outcome):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(

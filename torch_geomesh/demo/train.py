@@ -163,7 +163,10 @@ class Rank:
 def run_ddp(rank: Rank) -> None:
     """DistributedDataParallel: an all-reduce a step, overlapped with the backward pass."""
     model = DistributedDataParallel(
-        rank.model, bucket_cap_mb=rank.arm.bucket_mb, gradient_as_bucket_view=True
+        rank.model,
+        bucket_cap_mb=rank.arm.bucket_mb,
+        gradient_as_bucket_view=True,
+        init_sync=False,  # all ranks made the same model from the seed
     )
     batches, schedule = rank.equal_batches(), rank.schedule()
     rank.wait_for_start()
@@ -235,6 +238,8 @@ def run_rounds(rank: Rank, arm: str) -> None:
             on_round=on_round,
         )
     schedule = rank.schedule()
+    # All ranks made the same model from the seed: as after loading a checkpoint, nothing is sent.
+    mesh.load_state_dict(mesh.state_dict())
     with mesh:
         rank.wait_for_start()
         for inputs, targets in batches:
