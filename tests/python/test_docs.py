@@ -23,8 +23,8 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "Made from the table in csrc/base/options.cc; `geomesh options` prints the same. A name can",
-        "be given to `gm.Options(...)`, passed as `pg_options`; a variable is read where none was.",
+        "Made from the table in csrc/base/options.cc; `geomesh options` prints the same. A name",
+        "can be given to `gm.Options(...)`, passed as `pg_options`; a variable is read where none was",
         "",
         "| variable | name | type | default | meaning |",
         "|---|---|---|---|---|",
