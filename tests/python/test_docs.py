@@ -24,7 +24,7 @@ def options_page() -> str:
         "# Options",
         "",
         "Made from the table in csrc/base/options.cc; `geomesh options` prints the same. A name",
-        "can be given to `gm.Options(...)`, passed as `pg_options`; a variable is read where none was",
+        "can be given to `gm.Options(...)`, passed as `pg_options`; the variable counts without one.",
         "",
         "| variable | name | type | default | meaning |",
         "|---|---|---|---|---|",
