@@ -24,7 +24,7 @@ def options_page() -> str:
         "# Options",
         "",
         "Made from the table in csrc/base/options.cc; `geomesh options` prints the same. A name",
-        "can be given to `gm.Options(...)`, passed as `pg_options`; the variable counts without one.",
+        "can be given to `gm.Options(...)` for `pg_options`; without one its variable is read.",
         "",
         "| variable | name | type | default | meaning |",
         "|---|---|---|---|---|",
