@@ -323,7 +323,7 @@ class GeoMeshSampler(Sampler[list[int]]):
         return RankReport(
             cost.step_s,
             cost.sample_s,
-            waits[len(waits) // 2] if waits else 0.0,
+            waits[(len(waits) - 1) // 2] if waits else 0.0,
             self._drawn_ahead,
             self._checksum(),
         )
