@@ -134,8 +134,8 @@ TEST_F(ExecFailureTest, PeerThatIsCutOffWithoutAWord) {
               world_.network().BlackHole("rank1", "rank2");
             }),
             3 * kDeadAfter);
-  // The one cut off learns it too.
-  PendingCall two = StartAllReduce(2, 2);
+  // The one cut off learns it too. Not in operation 2, for which it may have all it needs.
+  PendingCall two = StartAllReduce(2, 3);
   EXPECT_EQ(two.Wait().status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(Text(two.Wait().status), HasSubstr(" on host host"));
 }
