@@ -118,9 +118,13 @@ absl::StatusOr<plan::Topology> MakeTopology(const TopologySpec& spec,
 std::string TopologySpec::Fingerprint() const {
   if (regions.empty()) return "none";
   std::string text = absl::StrJoin(regions, ",");
-  for (size_t i = 0; i < bytes_per_s.size(); ++i)
+  for (size_t i = 0; i < bytes_per_s.size(); ++i) {
     absl::StrAppend(&text, ";", bytes_per_s[i], "/", delay_s[i]);
-  return absl::StrCat(name, ":", text);
+  }
+  group::Fingerprint hash;
+  for (char c : text) hash.Add(static_cast<unsigned char>(c));
+  // Short, because records have room for a name.
+  return absl::StrCat(name.substr(0, 64), " (", absl::Hex(hash.value(), absl::kZeroPad8), ")");
 }
 
 // What one call is made of; filled by the c10d method, consumed by Launch.
@@ -166,9 +170,8 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
     if (record.topology_fingerprint != own.topology_fingerprint) {
       check(absl::FailedPreconditionError(absl::StrCat(
           "rank ", record.rank, " (host ", record.host, ") uses another topology than rank ", rank,
-          ": all ranks need the same GEOMESH_TOPOLOGY. There: ",
-          record.topology_fingerprint.substr(0, 200),
-          "; here: ", own.topology_fingerprint.substr(0, 200))));
+          ": all ranks need the same GEOMESH_TOPOLOGY. There: ", record.topology_fingerprint,
+          "; here: ", own.topology_fingerprint)));
     }
     regions_.push_back(record.region);
   }
