@@ -32,7 +32,7 @@ from torch_geomesh.topology import Topology
 _LONGEST_SHARE = 0.298
 _BUDGET_OF_GEOMESH = 1.03 / _LONGEST_SHARE
 _WHOLE_DEMO_S = 350.0
-_START_S = 14.0  # of an arm, about
+_START_S = 20.0  # of an arm, about
 _GEOMESH_BUDGET_S = 75.0
 _MAX_LOAD = 0.75  # of this machine's cores, for training
 

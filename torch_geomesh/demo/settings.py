@@ -69,7 +69,7 @@ class Settings:
                 batch_size=8,
                 lr=1.2e-3,
                 warmup_steps=20,
-                inner_steps=18,
+                inner_steps=21,
                 outer_lr=0.9,
                 outer_momentum=0.4,
             ),
