@@ -99,7 +99,7 @@ def test_alone_the_loss_falls_epoch_after_epoch() -> None:
 
 def test_events_say_where_the_time_went() -> None:
     model, data = make_model(), make_data(64)
-    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=8)
+    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=24)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     events: list[RoundEvent] = []
     with GeoMesh(model, optimizer, sampler=sampler, on_round=events.append) as mesh:
@@ -269,7 +269,7 @@ def test_nan_is_named_and_changes_nothing(bad: float) -> None:
 
 def test_a_skipped_step_counts() -> None:
     model, data = make_model(), make_data(24)
-    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=8)
+    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=24)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GeoMesh(model, optimizer, sampler=sampler) as mesh:
         for i, (x, y) in enumerate(DataLoader(data, batch_sampler=sampler)):
@@ -282,7 +282,7 @@ def test_a_skipped_step_counts() -> None:
 
 def test_a_step_left_out_is_noticed_at_the_next_epoch() -> None:
     model, data = make_model(), make_data(24)
-    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=8)
+    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=24)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GeoMesh(model, optimizer, sampler=sampler) as mesh:
         for i, (x, y) in enumerate(DataLoader(data, batch_sampler=sampler)):
