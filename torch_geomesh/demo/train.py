@@ -224,6 +224,7 @@ def run_rounds(rank: Rank, arm: str) -> None:
             sampler=sampler,
             outer_lr=settings.outer_lr,
             outer_momentum=settings.outer_momentum,
+            form=settings.form,
             on_round=on_round,
         )
     else:
