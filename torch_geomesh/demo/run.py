@@ -212,14 +212,22 @@ def _announce(console: Console, outcome: dict[str, Any]) -> None:
         f"Model: {outcome['parameters'] / 1e6:.2f} M parameters, bytes in and out. Text: "
         f"{outcome['text']}; {train:.1f} MB to train on, {held_out:.1f} MB held out.\n"
         f"One rank a region, as fast as GPUs of relative speed: {ranks}.\n"
-        f"WAN: {outcome['topology']} with all bandwidths times {outcome['scale']:.4g} "
-        f"(1/{1 / outcome['scale']:.3g}), delays as they are.\n"
+        f"{_wan(outcome)}\n"
         f"Target: a held-out loss of {outcome['target_loss']:.3f} nats a byte.",
         highlight=False,
         soft_wrap=True,
     )
     for note in outcome["notes"]:
         say(f"[yellow]{note}[/yellow]", highlight=False, soft_wrap=True)
+
+
+def _wan(outcome: dict[str, Any]) -> str:
+    if not outcome["emulated"]:
+        return "WAN: none."
+    return (
+        f"WAN: {outcome['topology']} with all bandwidths times {outcome['scale']:.4g} "
+        f"(1/{1 / outcome['scale']:.3g}), delays as they are."
+    )
 
 
 def _publish(
