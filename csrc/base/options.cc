@@ -174,6 +174,11 @@ absl::Status Named(absl::string_view what, absl::string_view text, const absl::S
 
 }  // namespace
 
+std::string PortRange::ToString() const {
+  if (any()) return "any port";
+  return first == last ? absl::StrCat(first) : absl::StrCat(first, "-", last);
+}
+
 absl::StatusOr<Options> Options::FromEnvironment() {
   Options options;
   options.wire = "ucx";

@@ -14,9 +14,13 @@
 
 namespace geomesh {
 
+// Inclusive; 0-0: any port.
 struct PortRange {
-  uint16_t first = 0;  // 0: any port
+  uint16_t first = 0;
   uint16_t last = 0;
+
+  bool any() const { return last == 0; }
+  std::string ToString() const;  // "5000", "23000-23100", "any port"
 };
 
 struct Options {

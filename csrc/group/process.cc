@@ -79,7 +79,7 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   if (!options.interface.empty()) wire_options.device.interface = options.interface;
   wire_options.device.master = Variable("MASTER_ADDR");
   wire_options.device.scope = Scope();
-  wire_options.ports = {.low = options.ports.first, .high = options.ports.last};
+  wire_options.ports = options.ports;
   GM_ASSIGN_OR_RETURN(std::unique_ptr<transport::Wire> wire,
                       transport::MakeUcxWire(std::move(wire_options)));
 

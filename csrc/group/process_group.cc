@@ -359,9 +359,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_coalesced(
                        absl::StrCat(tensors.size(), " tensors, first ", Describe(tensors[0])));
   for (const at::Tensor& tensor : tensors) {
     CheckType(op.work.operation, tensors[0], tensor);
-    (void)op.staging->Sink(tensor);  // checks only: results are copied from `flat`
+    op.staging->Check(tensor, /*written=*/true);
   }
-  op.staging = std::make_shared<Staging>(op.work.operation);
   at::Tensor flat = op.staging->InPlace(Flatten(tensors));
   at::Tensor memory = Reducible(op.call, opts.reduceOp, flat, op.work.operation);
   op.work.inputs = op.work.outputs = tensors;

@@ -21,6 +21,9 @@ class Staging {
  public:
   explicit Staging(std::string operation) : operation_(std::move(operation)) {}
 
+  // Throws for a tensor that can't be taken, or can't be written to.
+  void Check(const at::Tensor& tensor, bool written) const;
+
   // Memory with the tensor's values, for reading.
   at::Tensor Source(const at::Tensor& tensor);
   // Memory that becomes the tensor's values.
@@ -39,7 +42,6 @@ class Staging {
     at::Tensor original;
     at::Tensor staged;
   };
-  void Check(const at::Tensor& tensor, bool written) const;
 
   const std::string operation_;
   std::vector<Pair> back_;

@@ -235,16 +235,16 @@ Peer* Core::FindPeer(PeerId peer) const {
   return index < peers_.size() ? peers_[index].get() : nullptr;
 }
 
+absl::Status Core::Refusal(const Peer* peer, uint64_t channel) const {
+  if (peer == nullptr) return absl::InvalidArgumentError("no such peer");
+  const auto it = closed_.find(channel);
+  return it == closed_.end() ? absl::OkStatus() : it->second;
+}
+
 void Core::Send(PeerId id, const Envelope& envelope, absl::Span<const std::byte> bytes,
                 Engine::SendDone done, int urgency) {
   Peer* peer = FindPeer(id);
-  absl::Status refusal;
-  if (peer == nullptr) {
-    refusal = absl::InvalidArgumentError("no such peer");
-  } else if (const auto it = closed_.find(envelope.key.channel); it != closed_.end()) {
-    refusal = it->second;
-  }
-  if (!refusal.ok()) {
+  if (const absl::Status refusal = Refusal(peer, envelope.key.channel); !refusal.ok()) {
     Defer([done = std::move(done), refusal]() mutable { std::move(done)(refusal); });
     return;
   }
@@ -254,13 +254,7 @@ void Core::Send(PeerId id, const Envelope& envelope, absl::Span<const std::byte>
 void Core::Recv(PeerId id, const Envelope& envelope, absl::Span<std::byte> buffer,
                 Engine::RecvDone done) {
   Peer* peer = FindPeer(id);
-  absl::Status refusal;
-  if (peer == nullptr) {
-    refusal = absl::InvalidArgumentError("no such peer");
-  } else if (const auto it = closed_.find(envelope.key.channel); it != closed_.end()) {
-    refusal = it->second;
-  }
-  if (!refusal.ok()) {
+  if (const absl::Status refusal = Refusal(peer, envelope.key.channel); !refusal.ok()) {
     Defer([done = std::move(done), refusal]() mutable { std::move(done)(refusal); });
     return;
   }

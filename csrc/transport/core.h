@@ -39,6 +39,8 @@ class Core : private WireEvents, public PeerHost {
   // ---- engine thread ----
   absl::StatusOr<PeerId> AddPeer(const PeerRecord& record);
   Peer* FindPeer(PeerId peer) const;
+  // Why a request to `peer` in `channel` cannot be taken; OK if it can.
+  absl::Status Refusal(const Peer* peer, uint64_t channel) const;
   void Send(PeerId peer, const Envelope& envelope, absl::Span<const std::byte> bytes,
             Engine::SendDone done, int urgency);
   void Recv(PeerId peer, const Envelope& envelope, absl::Span<std::byte> buffer,

@@ -77,6 +77,24 @@ TEST_F(Environment, BadValuesNameVariableValueAndForm) {
   }
 }
 
+TEST(Options, PortRanges) {
+  Options options;
+  EXPECT_TRUE(options.ports.any());
+  EXPECT_EQ(options.ports.ToString(), "any port");
+  ASSERT_TRUE(options.Set("ports", "23100-23199").ok());
+  EXPECT_EQ(options.ports.first, 23100);
+  EXPECT_EQ(options.ports.last, 23199);
+  EXPECT_EQ(options.ports.ToString(), "23100-23199");
+  ASSERT_TRUE(options.Set("ports", "5000").ok());
+  EXPECT_EQ(options.ports.ToString(), "5000");
+  for (const char* text : {"0", "0-10", "10-5", "1-65536", "a-b", "5-", "-5", "1-2-3", " "}) {
+    const absl::Status status = options.Set("ports", text);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << text;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(std::string("'") + text + "'"));
+  }
+  EXPECT_EQ(options.ports.ToString(), "5000");  // as before the wrong ones
+}
+
 TEST(Options, UnknownNameListsTheKnown) {
   Options options;
   absl::Status status = options.Set("lane", "2");

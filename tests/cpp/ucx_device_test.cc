@@ -52,18 +52,6 @@ TEST(Device, KnowsPublicAddresses) {
   }
 }
 
-TEST(Device, ParsesPortRanges) {
-  EXPECT_TRUE(PortRange::Parse("")->any());
-  EXPECT_EQ(PortRange::Parse("23100-23199")->low, 23100);
-  EXPECT_EQ(PortRange::Parse("23100-23199")->high, 23199);
-  EXPECT_EQ(PortRange::Parse("5000")->ToString(), "5000");
-  for (const char* text : {"0", "0-10", "10-5", "1-65536", "a-b", "5-", "-5", "1-2-3", " "}) {
-    auto range = PortRange::Parse(text);
-    EXPECT_EQ(range.status().code(), absl::StatusCode::kInvalidArgument) << text;
-    EXPECT_THAT(std::string(range.status().message()), HasSubstr(absl::StrCat("'", text, "'")));
-  }
-}
-
 TEST(Device, BadInterfaceValuesListThosePresent) {
   for (const char* text : {"^lo,docker", "eth99", "eth0,eth1", "", "10.99.99.99", "fd99::1",
                            "10.99.0.0/16", "10.0.0.0/99", "lo ", "fe80::1%lo", "lo*"}) {

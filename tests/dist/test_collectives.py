@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+SUM = dist.ReduceOp.SUM
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 4097, 100_003]
 DTYPES = [
     torch.float32,
@@ -341,3 +342,43 @@ def subgroups() -> None:
 
 def test_groups_do_not_disturb_each_other() -> None:
     run_ranks(4, subgroups)
+
+
+def coalesced() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = [0, 1, 65, 1000]
+    tensors = [make(rank, size, torch.float32, salt=size) for size in sizes]
+    tensors.append(make(rank, 12, torch.float32, salt=9).view(3, 4).t())  # comes back in its layout
+    expected = [
+        reference_reduce([make(r, size, torch.float32, salt=size) for r in range(world)], SUM)
+        for size in sizes
+    ]
+    strided = reference_reduce([make(r, 12, torch.float32, salt=9) for r in range(world)], SUM)
+    group = dist.distributed_c10d._get_default_group()
+    group.allreduce_coalesced(tensors).wait()
+    for tensor, want in zip(tensors, [*expected, strided.view(3, 4).t()], strict=True):
+        assert torch.equal(tensor, want)
+
+    inputs = [make(rank, size, torch.float32, salt=size) for size in sizes]
+    outputs = [torch.empty(world * size) for size in sizes]
+    group.allgather_into_tensor_coalesced(outputs, inputs).wait()
+    for output, size in zip(outputs, sizes, strict=True):
+        assert torch.equal(
+            output, torch.cat([make(r, size, torch.float32, salt=size) for r in range(world)])
+        )
+
+    inputs = [make(rank, world * size, torch.float32, salt=size) for size in sizes]
+    outputs = [torch.empty(size) for size in sizes]
+    group.reduce_scatter_tensor_coalesced(outputs, inputs).wait()
+    for output, size in zip(outputs, sizes, strict=True):
+        every = [make(r, world * size, torch.float32, salt=size) for r in range(world)]
+        assert torch.equal(output, reference_reduce(every, SUM).view(world, size)[rank])
+
+    with pytest.raises(RuntimeError, match=r"share memory"):
+        group.allreduce_coalesced([torch.ones(1).expand(4)])
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_coalesced_forms(world: int) -> None:
+    run_ranks(world, coalesced)

@@ -1,7 +1,7 @@
 """The WAN emulator: accuracy, faults, counters, and that nothing is left of it.
 
 Where the emulator itself reports that it lacked processor time, a measurement is void and made
-again; it never passes for that.
+again: want of time can hide accuracy, and never makes it up.
 """
 
 import contextlib
@@ -63,13 +63,21 @@ def star(links: dict[str, Link]) -> Topology:
     )
 
 
-def sound(wan: Emulation, measure: Callable[[], Any], attempts: int = 4) -> Any:
-    """Return what `measure` does in a run for which the emulator had enough processor time."""
+def sound(
+    wan: Emulation,
+    measure: Callable[[], Any],
+    exact: Callable[[Any], bool] = lambda _: False,
+    attempts: int = 8,
+) -> Any:
+    """Return what `measure` does in a run for which the emulator had enough processor time.
+
+    Or one that is `exact` all the same: too little time only makes a measurement worse.
+    """
     for _ in range(attempts):
         wan.reset_counters()
         result = measure()
         health = wan.health()
-        if health.sound:
+        if health.sound or exact(result):
             return result
     pytest.fail(f"void {attempts} times, the emulator lacks processor time: {health}")
 
@@ -152,11 +160,14 @@ def test_round_trip_times() -> None:
     topology = star({name: Link.of(100 * MBIT, ms / 1e3) for name, ms in delays_ms.items()})
     with Emulation(topology) as wan:
         for name, delay_ms in delays_ms.items():
-            times = sound(wan, lambda name=name: ping(wan, "hub", name))
-            assert len(times) == 5
             expected = 2 * delay_ms
+
+            def exact(times: list[float], expected: float = expected) -> bool:
+                return len(times) == 5 and sorted(times)[2] <= expected * 1.02 + 1
+
+            times = sound(wan, lambda name=name: ping(wan, "hub", name), exact)
+            assert exact(times), times
             assert min(times) >= expected
-            assert sorted(times)[2] <= expected * 1.02 + 1, times
 
 
 def iperf(wan: Emulation, source: str, target: str, port: int, seconds: int, omit: int) -> float:
@@ -200,14 +211,20 @@ def test_goodput_of_one_tcp_flow() -> None:
                 thread.join()
             return rates
 
+        def shares(rates: dict[str, float]) -> dict[str, float]:
+            return {name: rate / (cases[name][0] * 1e6) for name, rate in rates.items()}
+
+        def exact(rates: dict[str, float]) -> bool:
+            return all(0.9 <= share <= 1.0 for share in shares(rates).values())
+
         slow = [name for name, (rate, _) in cases.items() if rate < 1000]
-        measured = sound(wan, lambda: together(slow, 4, 4))
+        measured = sound(wan, lambda: together(slow, 4, 4), exact)
         for delay in (1, 10, 100):
             name = f"r1000d{delay}"
             omit = 4 if delay == 100 else 1
-            measured |= sound(wan, lambda name=name, omit=omit: together([name], 2, omit))
-    shares = {name: measured[name] / (rate * 1e6) for name, (rate, _) in cases.items()}
-    assert all(0.9 <= share <= 1.0 for share in shares.values()), shares
+            measured |= sound(wan, lambda name=name, omit=omit: together([name], 2, omit), exact)
+    assert len(measured) == len(cases)
+    assert exact(measured), shares(measured)
 
 
 # What links do

@@ -457,21 +457,4 @@ absl::StatusOr<Device> ChooseDevice(const DeviceOptions& options) {
   return device;
 }
 
-std::string PortRange::ToString() const {
-  if (any()) return "any port";
-  return low == high ? absl::StrCat(low) : absl::StrCat(low, "-", high);
-}
-
-absl::StatusOr<PortRange> PortRange::Parse(absl::string_view text) {
-  if (text.empty()) return PortRange{};
-  std::vector<absl::string_view> parts = absl::StrSplit(text, '-');
-  int low = 0, high = 0;
-  if (parts.size() > 2 || !absl::SimpleAtoi(parts.front(), &low) ||
-      !absl::SimpleAtoi(parts.back(), &high) || low < 1 || high > 65535 || low > high) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "port range '", text, "': give one port or two with a dash, such as 23100-23199"));
-  }
-  return PortRange{static_cast<uint16_t>(low), static_cast<uint16_t>(high)};
-}
-
 }  // namespace geomesh::transport

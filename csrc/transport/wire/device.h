@@ -1,4 +1,4 @@
-// Which local device and address a wire binds to, and which ports. Knows the kernel's interfaces
+// Which local device and address a wire binds to. Knows the kernel's interfaces
 // and routes, and nothing of UCX, lanes or peers.
 //
 // The choice, unless the user names a device: the one over which the kernel routes to the master.
@@ -77,15 +77,5 @@ struct Device {
 
 // Errors name what was asked for and list the interfaces present.
 absl::StatusOr<Device> ChooseDevice(const DeviceOptions& options);
-
-// Inclusive; 0-0: any port.
-struct PortRange {
-  uint16_t low = 0;
-  uint16_t high = 0;
-
-  bool any() const { return high == 0; }
-  std::string ToString() const;
-  static absl::StatusOr<PortRange> Parse(absl::string_view text);  // "", "5000", "5000-5100"
-};
 
 }  // namespace geomesh::transport

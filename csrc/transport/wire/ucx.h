@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
+#include "base/options.h"
 #include "transport/wire/device.h"
 #include "transport/wire/wire.h"
 

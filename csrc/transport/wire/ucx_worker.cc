@@ -38,11 +38,11 @@ std::string At(const Device& device, uint16_t port) {
 // port at a time.
 absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Open(const Device& device, PortRange ports) {
   if (ports.any()) return OpenPort(device, 0);
-  const int count = ports.high - ports.low + 1;
+  const int count = ports.last - ports.first + 1;
   const int start = static_cast<int>(std::random_device()() % count);
   for (int i = 0; i < count; ++i) {
     IpEndpoint candidate = device.address;
-    candidate.set_port(ports.low + (start + i) % count);
+    candidate.set_port(ports.first + (start + i) % count);
     int error = WhyNotFree(candidate);
     if (error == EADDRINUSE) continue;
     if (error != 0) {

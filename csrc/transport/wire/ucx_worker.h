@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "base/options.h"
 #include "transport/wire/device.h"
 #include "transport/wire/ucx_sockets.h"
 
