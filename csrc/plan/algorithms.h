@@ -65,6 +65,7 @@ Program ReduceScatterByRegion(const CallShape& shape, const Topology& topology, 
 // sign.cc: all-reduce of sign codes.
 Program SignExchange(const CallShape& shape, const Topology& topology, int rank);
 Program SignExchangeByRegion(const CallShape& shape, const Topology& topology, int rank);
+Program SignExchangeByTrees(const CallShape& shape, const Topology& topology, int rank);
 Program SignReduceAndRecode(const CallShape& shape, const Topology& topology, int rank);
 
 // Ranks that are close to each other: what goes from one group to another crosses once, to one

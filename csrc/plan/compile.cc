@@ -73,11 +73,11 @@ std::vector<Algorithm> Candidates(const CallShape& shape) {
     case Collective::kSignAllReduce:
       switch (shape.form) {
         case SignForm::kExchange:
-          return {SignExchange, SignExchangeByRegion};
+          return {SignExchange, SignExchangeByRegion, SignExchangeByTrees};
         case SignForm::kReduceAndRecode:
           return {SignReduceAndRecode};
         case SignForm::kChosen:
-          return {SignExchange, SignExchangeByRegion, SignReduceAndRecode};
+          return {SignExchange, SignExchangeByRegion, SignExchangeByTrees, SignReduceAndRecode};
       }
   }
   return {};
@@ -96,7 +96,8 @@ std::vector<Program> ForAllRanks(Algorithm algorithm, const CallShape& shape,
 namespace {
 
 // Candidates are timed with at most this many ranks. A larger world is timed as a smaller one of
-// the same shape, and without the algorithms whose messages grow with the square of the world.
+// the same shape, and without the algorithms whose messages, or trees, grow with the square of the
+// world.
 constexpr int kTimedRanks = 32;
 
 // Steps are shown with times up to this world: it takes the programs of all ranks.
@@ -154,7 +155,10 @@ std::vector<Choice> Compare(CallShape shape, const Topology& topology) {
   std::vector<Choice> choices;
   const bool large = topology.world() > kTimedRanks;
   for (const Algorithm algorithm : Candidates(shape)) {
-    if (large && (algorithm == DirectAllReduce || algorithm == DirectBarrier)) continue;
+    if (large && (algorithm == DirectAllReduce || algorithm == DirectBarrier ||
+                  algorithm == SignExchangeByTrees)) {
+      continue;
+    }
     choices.push_back({algorithm, 0});
   }
   const bool sized = shape.bytes > 0 || shape.collective == Collective::kBarrier;

@@ -5,6 +5,7 @@
 
 #include "codec/sign.h"
 #include "plan/algorithms.h"
+#include "plan/routes.h"
 
 namespace geomesh::plan {
 namespace {
@@ -13,9 +14,33 @@ namespace {
 // of the fp32 vector, up to a bound.
 constexpr int64_t kBytesPerSlice = 4 << 20;
 
+// Trees divide a code into pieces of at least half of this size (sizes stand for a class, up to
+// twice the real one): with smaller ones, headers would make a code larger than 1/31.9 of its
+// vector.
+constexpr int64_t kLeastPieceBytes = 80 << 10;
+
 uint32_t PipelineSlices(int64_t bytes, uint32_t most) {
   return static_cast<uint32_t>(
       std::clamp<int64_t>(bytes / kBytesPerSlice, 1, static_cast<int64_t>(most)));
+}
+
+// [origin][slice]
+std::vector<std::vector<Chunk>> CodesOfAll(ProgramBuilder& builder, uint32_t slices) {
+  std::vector<std::vector<Chunk>> codes(builder.world());
+  for (std::vector<Chunk>& code : codes) {
+    for (uint32_t j = 0; j < slices; ++j) code.push_back(builder.Code(Input(0, j, slices), false));
+  }
+  return codes;
+}
+
+// The mean of all ranks' codes, in ascending rank order.
+void Decode(ProgramBuilder& builder, const std::vector<std::vector<Chunk>>& codes,
+            uint32_t slices) {
+  for (uint32_t j = 0; j < slices; ++j) {
+    const Chunk sum = builder.Accumulator(Output(0, j, slices), false);
+    for (const std::vector<Chunk>& code : codes) builder.DecodeAdd(sum, code[j]);
+    builder.DecodeFinish(Output(0, j, slices), sum);
+  }
 }
 
 // Every code goes to every rank: once to each other group, and on from there. Bytes on the wire, a
@@ -31,12 +56,7 @@ Program Exchange(const CallShape& shape, const Topology& topology, int rank, con
     return groups.group_of(origin) == own_group || groups.gate(own_group, origin) == rank;
   };
 
-  std::vector<std::vector<Chunk>> codes(world);  // [origin][slice]
-  for (int origin = 0; origin < world; ++origin) {
-    for (uint32_t j = 0; j < slices; ++j) {
-      codes[origin].push_back(builder.Code(Input(0, j, slices), false));
-    }
-  }
+  const std::vector<std::vector<Chunk>> codes = CodesOfAll(builder, slices);
   // A pair's own codes come before those that are passed on: the order of messages on both sides.
   for (const bool straight : {true, false}) {
     for (uint32_t j = 0; j < slices; ++j) {
@@ -64,11 +84,7 @@ Program Exchange(const CallShape& shape, const Topology& topology, int rank, con
       }
     }
   }
-  for (uint32_t j = 0; j < slices; ++j) {
-    const Chunk sum = builder.Accumulator(Output(0, j, slices), false);
-    for (int origin = 0; origin < world; ++origin) builder.DecodeAdd(sum, codes[origin][j]);
-    builder.DecodeFinish(Output(0, j, slices), sum);
-  }
+  Decode(builder, codes, slices);
   return std::move(builder).Build();
 }
 
@@ -80,6 +96,26 @@ Program SignExchange(const CallShape& shape, const Topology& topology, int rank)
 
 Program SignExchangeByRegion(const CallShape& shape, const Topology& topology, int rank) {
   return Exchange(shape, topology, rank, Groups::ByRegion(topology), "sign exchange by region");
+}
+
+// Every slice of every code goes to all ranks by a tree of its own, so that what a slow link cannot
+// carry in time takes a way around it. Bytes on the wire, in all: world x (world - 1) codes, as in
+// the plain exchange.
+Program SignExchangeByTrees(const CallShape& shape, const Topology& topology, int rank) {
+  const int world = topology.world();
+  const int64_t elements = shape.bytes / 4;
+  const auto slices = static_cast<uint32_t>(
+      std::clamp<int64_t>(elements / 8 / kLeastPieceBytes, 1, std::clamp(64 / world, 1, 8)));
+  ProgramBuilder builder(shape, "sign exchange by trees", rank, world, codec::kBlockElements);
+  const std::vector<std::vector<Chunk>> codes = CodesOfAll(builder, slices);
+  for (uint32_t j = 0; j < slices; ++j) builder.Encode(codes[rank][j], Input(0, j, slices));
+  for (const Transfer& transfer : EarliestArrivals(topology, slices, elements / 8 / slices)) {
+    const Chunk& code = codes[transfer.origin][transfer.slice];
+    if (transfer.to == rank) builder.Recv(transfer.from, code);
+    if (transfer.from == rank) builder.Send(code, transfer.to);
+  }
+  Decode(builder, codes, slices);
+  return std::move(builder).Build();
 }
 
 // Slice j goes to its owner, rank j mod world, as a code of each rank; the owner adds them, codes

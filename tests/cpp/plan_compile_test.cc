@@ -108,7 +108,7 @@ direct gather
 direct scatter
 direct all-to-all
 direct barrier
-sign exchange to 16K, sign exchange by region to 32M, sign reduce-and-recode
+sign exchange to 16K, sign exchange by region to 4M, sign exchange by trees to 16M, sign exchange by region to 32M, sign reduce-and-recode
 )");
 }
 
@@ -122,7 +122,7 @@ direct gather
 direct scatter
 direct all-to-all
 direct barrier
-sign exchange to 128M, sign reduce-and-recode
+sign exchange by trees to 256M, sign reduce-and-recode
 )");
 }
 
@@ -138,7 +138,7 @@ direct gather
 direct scatter
 direct all-to-all
 direct barrier
-sign exchange to 1K, sign exchange by region to 32M, sign reduce-and-recode
+sign exchange by trees to 64K, sign exchange by region to 4M, sign exchange by trees to 32M, sign reduce-and-recode
 )");
 }
 
