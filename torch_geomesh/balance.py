@@ -229,6 +229,8 @@ class CostModel:
         if self._window:
             window = self._window if len(self._window) >= self._FEWEST else list(self._last)
             self._window = []
+            if len(window) < self._FEWEST:  # the first of a process: they warm it up
+                window = [min(window, key=lambda step: step[1] / step[0])]
             self._update(window)
         if self._sample_s is None:
             return None

@@ -26,6 +26,8 @@ from torch_geomesh.balance import CostModel, RankCost, Share, balance, balance_r
 
 # A rest of an epoch smaller than this part of a round joins the round before it.
 _SMALL_REST = 0.25
+# Inner steps of a run's first round: one to warm up, one to be measured.
+_FIRST_STEPS = 2
 _STATE_VERSION = 1
 
 
@@ -391,7 +393,7 @@ class GeoMeshSampler(Sampler[list[int]]):
             return balance(self._costs, **self._bounds)
         # The first round: equal steps, so mostly waiting; just enough to tell the ranks apart.
         most, least = self._bounds["inner_steps"], self._bounds["min_inner_steps"]
-        steps = min(max(most // 8, 2, least), most)
+        steps = min(max(_FIRST_STEPS, least), most)
         return balance(self._costs, **{**self._bounds, "inner_steps": steps, "min_samples": None})
 
     def _has_room(self, samples: int) -> bool:

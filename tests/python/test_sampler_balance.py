@@ -171,6 +171,15 @@ def test_cost_model_ignores_outliers() -> None:
     assert cost.full_step_s == pytest.approx(0.5)
 
 
+def test_cost_model_takes_the_quicker_of_the_first_two_steps() -> None:
+    model = CostModel(32)
+    model.observe(32, 40.0)  # compiles, allocates
+    model.observe(32, 0.5)
+    cost = model.fit()
+    assert cost is not None
+    assert cost.full_step_s == pytest.approx(0.5)
+
+
 def test_cost_model_follows_a_flip_in_one_fit_and_smooths_jitter() -> None:
     model = CostModel(32)
     observe(model, 32, 0.5)

@@ -109,8 +109,8 @@ def test_events_say_where_the_time_went() -> None:
             mesh.record_loss(4.0)
             train_step(model, optimizer, x, y)
     first = events[0]
-    assert (first.rank, first.inner_steps, first.batch_size, first.samples) == (0, 3, 8, 24)
-    assert (first.tokens, first.total_tokens) == (240, 240)
+    assert (first.rank, first.inner_steps, first.batch_size, first.samples) == (0, 2, 8, 16)
+    assert (first.tokens, first.total_tokens) == (160, 160)
     assert first.loss == 3.0
     assert first.begin < first.ready <= first.end
     assert 0 < first.compute_s <= first.ready - first.begin
@@ -269,7 +269,7 @@ def test_nan_is_named_and_changes_nothing(bad: float) -> None:
 
 def test_a_skipped_step_counts() -> None:
     model, data = make_model(), make_data(24)
-    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=24)
+    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=3, min_inner_steps=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GeoMesh(model, optimizer, sampler=sampler) as mesh:
         for i, (x, y) in enumerate(DataLoader(data, batch_sampler=sampler)):
@@ -282,7 +282,7 @@ def test_a_skipped_step_counts() -> None:
 
 def test_a_step_left_out_is_noticed_at_the_next_epoch() -> None:
     model, data = make_model(), make_data(24)
-    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=24)
+    sampler = GeoMeshSampler(data, max_batch_size=8, inner_steps=3, min_inner_steps=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GeoMesh(model, optimizer, sampler=sampler) as mesh:
         for i, (x, y) in enumerate(DataLoader(data, batch_sampler=sampler)):
