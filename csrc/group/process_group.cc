@@ -9,7 +9,6 @@
 #include "absl/time/clock.h"
 #include "base/log.h"
 #include "exec/reduce.h"
-#include "group/rendezvous.h"
 
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -150,7 +149,10 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
     if (!status.ok())
       Throw(absl::Status(status.code(), absl::StrCat("geomesh: ", status.message())));
   };
-  absl::StatusOr<std::shared_ptr<Process>> process = Process::Acquire(options_->engine);
+  absl::StatusOr<std::shared_ptr<Process>> process =
+      Process::Acquire(options_->engine, options_->given);
+  TORCH_CHECK_VALUE(!absl::IsInvalidArgument(process.status()), "geomesh, rank ", rank, ": ",
+                    std::string(process.status().message()));
   check(process.status());
   process_ = *std::move(process);
   transport::Engine& engine = process_->engine();
@@ -163,7 +165,11 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
   own.wire = std::string(engine.wire_name());
   own.address = engine.address();
   own.topology_fingerprint = options_->topology.Fingerprint();
-  absl::StatusOr<Rendezvous> met = Meet(*store, own, size, deadline);
+  Meeting meeting = options_->meeting;
+  for (int r = 0; options_->meeting.members.empty() && r < size; ++r) meeting.members.push_back(r);
+  TORCH_CHECK(meeting.members.size() == static_cast<size_t>(size), "geomesh: a group of ", size,
+              " ranks with ", meeting.members.size(), " members");
+  absl::StatusOr<Rendezvous> met = Meet(*store, own, meeting, deadline);
   check(met.status());
   channel_ = met->channel;
   for (const transport::PeerRecord& record : met->records) {
