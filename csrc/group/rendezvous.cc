@@ -1,6 +1,6 @@
 #include "group/rendezvous.h"
 
-#include <chrono>
+#include <algorithm>
 #include <random>
 #include <string>
 
@@ -9,13 +9,15 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "base/status_macros.h"
+#include "group/work.h"
 
 namespace geomesh::group {
 namespace {
 
-// The store lets 64 clients of a job wait at once; short waits let a rank say soon who is missing
-// and obey Ctrl-C.
-constexpr absl::Duration kWaitPiece = absl::Milliseconds(500);
+// The store is asked again and again rather than waited on: its waits can't be interrupted, and
+// print a warning whenever they run out.
+constexpr absl::Duration kShortestPause = absl::Milliseconds(2);
+constexpr absl::Duration kLongestPause = absl::Milliseconds(200);
 
 uint64_t RandomNumber() {
   std::random_device device;
@@ -116,27 +118,27 @@ absl::StatusOr<Rendezvous> Meet(c10d::Store& store, const transport::PeerRecord&
 
   std::vector<std::string> records;
   for (int rank = 0; rank < size; ++rank) records.push_back(keys.Record(rank));
-  for (;;) {
-    const absl::Duration left = deadline - absl::Now();
-    if (left <= absl::ZeroDuration()) {
+  for (int rank = 0; rank < size;) {  // one key at a time: worlds are large
+    bool there = false;
+    GM_RETURN_IF_ERROR(
+        Guarded("waiting for the other ranks", [&] { there = store.check({records[rank]}); }));
+    if (there) {
+      ++rank;
+      continue;
+    }
+    const absl::Time now = absl::Now();
+    if (now >= deadline) {
       std::string missing;
       GM_RETURN_IF_ERROR(Guarded("looking for missing ranks",
                                  [&] { missing = Missing(store, keys, meeting.members); }));
-      return absl::DeadlineExceededError(absl::StrCat(
-          "rank ", job_rank, " waited ",
-          absl::FormatDuration(absl::Trunc(absl::Now() - start, absl::Milliseconds(1))),
-          " for its group of ", List(meeting.members), " to meet; ", missing));
+      return absl::DeadlineExceededError(
+          absl::StrCat("rank ", job_rank, " waited ",
+                       absl::FormatDuration(absl::Trunc(now - start, absl::Milliseconds(1))),
+                       " for its group of ", List(meeting.members), " to meet; ", missing));
     }
-    const auto piece = std::chrono::milliseconds(
-        std::max<int64_t>(1, absl::ToInt64Milliseconds(std::min(left, kWaitPiece))));
-    try {
-      store.wait(records, piece);
-      break;
-    } catch (const std::exception& e) {
-      // A wait that ran out and a store that went away look alike: ask it something.
-      GM_RETURN_IF_ERROR(
-          Guarded("waiting for the other ranks", [&] { store.check({records[own.rank]}); }));
-    }
+    CheckInterrupt();
+    absl::SleepFor(
+        std::min(deadline - now, std::clamp((now - start) / 10, kShortestPause, kLongestPause)));
   }
 
   Rendezvous result;
