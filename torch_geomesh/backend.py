@@ -6,8 +6,11 @@ group is made.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +135,40 @@ def _topology_spec(name: str) -> _C.TopologySpec:
     return extension().TopologySpec(topology.name, plan["regions"], bytes_per_s, delay_s)
 
 
+_meetings: Counter[str] = Counter()
+_meetings_lock = threading.Lock()
+
+
+def _job() -> str:
+    """Name this run of the job by its default group, as all its ranks do; "" before there is one.
+
+    With a name of their own, groups leave no counter in the store, and do not depend on how many
+    groups other ranks have made, as the prefix that torch gives them does.
+    """
+    default = dist.distributed_c10d._world.default_pg
+    if default is None:
+        return ""
+    try:
+        return f"{backend_of(default).channel:016x}"
+    except (TypeError, RuntimeError):  # another backend's, or destroyed
+        return ""
+
+
+def _meeting_place(backend_options: Any) -> tuple[dist.Store, list[int], str, str]:
+    """Return the store in which a group's ranks meet, its members, the job's name and its own."""
+    store, members = backend_options.store, list(backend_options.global_ranks_in_group)
+    job = _job()
+    if not job or not members:
+        return store, members, "", ""
+    key = hashlib.sha1(f"{job}/{members}".encode(), usedforsecurity=False).hexdigest()
+    with _meetings_lock:
+        _meetings[key] += 1
+        name = f"{key}/{_meetings[key]}"
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store, members, job, name
+
+
 def create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
     """Make a group's backend; c10d calls it with its extended arguments."""
     module = extension()
@@ -143,10 +180,12 @@ def create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
         )
     if options.topology_name:
         options.topology = _topology_spec(options.topology_name)
+    store, *meeting = _meeting_place(backend_options)
+    options.set_meeting(*meeting)
     timeout = backend_options.timeout
     options.set_timeout(
         timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
     )
     return module.ProcessGroupGeoMesh(
-        backend_options.store, backend_options.group_rank, backend_options.group_size, options
+        store, backend_options.group_rank, backend_options.group_size, options
     )

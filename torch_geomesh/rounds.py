@@ -214,6 +214,16 @@ class OuterLoop:
         """
         self._step_done()
 
+    def restart_clock(self) -> None:
+        """Begin the step in progress now; what went before counts neither as compute nor as wait.
+
+        For loops that do something else between two steps, such as an evaluation or a barrier:
+        otherwise that time is taken for waiting for data, and the sampler plans with it.
+        """
+        self._timer.restart()
+        if self._steps == 0:
+            self._begin = time.monotonic()
+
     def round_hash(self) -> str:
         """Hash all parameters' bytes: 16 hex digits, equal on all ranks between rounds."""
         return _hash(p.detach() for p in self.model.parameters())
@@ -415,8 +425,7 @@ class OuterLoop:
             self._sampler.round_done([report for _, report in reports])
         if self._on_round is not None:
             self._on_round(event)
-        self._timer.restart()
-        self._begin = time.monotonic()
+        self.restart_clock()
 
     def _reduce(self, weight: int) -> tuple[int, int | None]:
         if self.world_size > 1:

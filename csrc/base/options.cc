@@ -15,10 +15,12 @@ namespace geomesh {
 namespace {
 
 using Setter = absl::Status (*)(Options& options, absl::string_view text);
+using Getter = std::string (*)(const Options& options);
 
 struct Entry {
   OptionInfo info;
   Setter set;  // null: read elsewhere
+  Getter get;  // the value as text, for comparing and for errors; null where set is
 };
 
 absl::Status SetInteger(int64_t& field, absl::string_view text, int64_t least, int64_t most) {
@@ -91,20 +93,16 @@ constexpr Entry kTable[] = {
      [](Options& o, absl::string_view text) {
        o.region = std::string(text);
        return absl::OkStatus();
-     }},
+     },
+     [](const Options& o) { return o.region; }},
     {{"topology", "GEOMESH_TOPOLOGY", "text", "",
       "Topology file (or the name of a shipped one, such as azure-4) that plans are made for. The "
       "same on all ranks."},
      [](Options& o, absl::string_view text) {
        o.topology = std::string(text);
        return absl::OkStatus();
-     }},
-    {{"wire", "GEOMESH_WIRE", "choice", "ucx", "What carries the bytes: ucx."},
-     [](Options& o, absl::string_view text) {
-       if (text != "ucx") return absl::InvalidArgumentError("takes ucx");
-       o.wire = std::string(text);
-       return absl::OkStatus();
-     }},
+     },
+     [](const Options& o) { return o.topology; }},
     {{"interface", "GEOMESH_INTERFACE", "text", "",
       "Network interface (eth0) or own address (10.0.0.5) to use. Without one: the interface by "
       "which this machine "
@@ -112,42 +110,52 @@ constexpr Entry kTable[] = {
      [](Options& o, absl::string_view text) {
        o.interface = std::string(text);
        return absl::OkStatus();
-     }},
+     },
+     [](const Options& o) { return o.interface; }},
     {{"ports", "GEOMESH_PORTS", "ports", "",
       "Range of TCP ports to listen on, such as 23000-23100. Without one the system chooses."},
-     [](Options& o, absl::string_view text) { return SetPorts(o.ports, text); }},
+     [](Options& o, absl::string_view text) { return SetPorts(o.ports, text); },
+     [](const Options& o) { return o.ports.ToString(); }},
     {{"lanes", "GEOMESH_LANES", "integer", "0",
       "Connections to each peer. 0: one inside a host, more between hosts."},
-     [](Options& o, absl::string_view text) { return SetInteger(o.lanes, text, 0, 64); }},
+     [](Options& o, absl::string_view text) { return SetInteger(o.lanes, text, 0, 64); },
+     [](const Options& o) { return absl::StrCat(o.lanes); }},
     {{"unexpected_bytes", "GEOMESH_UNEXPECTED_BYTES", "bytes", "32M",
       "What a peer may send ahead of the receive that takes it. Both ends must have the same."},
-     [](Options& o, absl::string_view text) {
-       return SetBytes(o.unexpected_bytes, text, 1 << 20);
-     }},
+     [](Options& o, absl::string_view text) { return SetBytes(o.unexpected_bytes, text, 1 << 20); },
+     [](const Options& o) { return absl::StrCat(o.unexpected_bytes); }},
     {{"suspect_after", "GEOMESH_SUSPECT_AFTER", "duration", "3s",
       "A peer that is silent for so long is suspected, and named in the log."},
      [](Options& o, absl::string_view text) {
        return SetDuration(o.suspect_after, text, absl::Milliseconds(100));
-     }},
+     },
+     [](const Options& o) { return absl::FormatDuration(o.suspect_after); }},
     {{"dead_after", "GEOMESH_DEAD_AFTER", "duration", "20s",
       "A peer that is silent for so long is given up."},
      [](Options& o, absl::string_view text) {
        return SetDuration(o.dead_after, text, absl::Milliseconds(200));
-     }},
+     },
+     [](const Options& o) { return absl::FormatDuration(o.dead_after); }},
     {{"linger", "GEOMESH_LINGER", "duration", "10s",
       "How long the end of a group waits for sends that are still under way."},
      [](Options& o, absl::string_view text) {
        return SetDuration(o.linger, text, absl::ZeroDuration());
-     }},
-    {{"", "GEOMESH_LOG_LEVEL", "choice", "warning", "error, warning, info or debug."}, nullptr},
+     },
+     [](const Options& o) { return absl::FormatDuration(o.linger); }},
+    {{"", "GEOMESH_LOG_LEVEL", "choice", "warning", "error, warning, info or debug."},
+     nullptr,
+     nullptr},
     {{"", "GEOMESH_UCX_ROOT", "text", "",
       "When building: prefix of a system UCX of at least 1.13, instead of the libucx wheel."},
+     nullptr,
      nullptr},
     {{"", "GEOMESH_WAN_CONTROL", "text", "",
       "Set by `geomesh emulate` in every region: the emulator's control socket."},
+     nullptr,
      nullptr},
     {{"", "GEOMESH_WAN_BINARY", "text", "",
       "The emulator's program, where it isn't in the package."},
+     nullptr,
      nullptr},
 };
 
@@ -181,7 +189,6 @@ std::string PortRange::ToString() const {
 
 absl::StatusOr<Options> Options::FromEnvironment() {
   Options options;
-  options.wire = "ucx";
   for (const Entry& entry : kTable) {
     const char* text = std::getenv(entry.info.variable.data());
     if (text == nullptr || entry.set == nullptr) continue;
@@ -201,6 +208,13 @@ absl::Status Options::Set(absl::string_view name, absl::string_view text) {
   }
   return absl::InvalidArgumentError(
       absl::StrCat("no option is named '", name, "'; there are ", known));
+}
+
+std::string Options::Get(absl::string_view name) const {
+  for (const Entry& entry : kTable) {
+    if (entry.get != nullptr && entry.info.name == name) return entry.get(*this);
+  }
+  return "";
 }
 
 absl::Span<const OptionInfo> OptionTable() {

@@ -26,7 +26,6 @@ struct PortRange {
 struct Options {
   std::string region;
   std::string topology;
-  std::string wire;
   std::string interface;
   PortRange ports;
   int64_t lanes = 0;
@@ -41,6 +40,9 @@ struct Options {
 
   // Sets one option by its name ("dead_after") from text ("20s").
   absl::Status Set(absl::string_view name, absl::string_view text);
+
+  // An option's value as text, equal for equal values; "" where none has that name.
+  std::string Get(absl::string_view name) const;
 };
 
 struct OptionInfo {

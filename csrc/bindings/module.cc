@@ -227,8 +227,9 @@ PYBIND11_MODULE(_C, m) {
              ThrowIfError(engine.status());
              auto options = c10::make_intrusive<ProcessGroupGeoMesh::Options>();
              for (auto [key, value] : values) {
-               ThrowIfError(engine->Set(py::str(key).cast<std::string>(),
-                                        py::str(value).cast<std::string>()));
+               const std::string name = py::str(key).cast<std::string>();
+               ThrowIfError(engine->Set(name, py::str(value).cast<std::string>()));
+               options->given.push_back(name);
              }
              options->engine = *std::move(engine);
              return options;
@@ -240,6 +241,13 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("region",
                              [](const ProcessGroupGeoMesh::Options& o) { return o.engine.region; })
       .def_readwrite("topology", &ProcessGroupGeoMesh::Options::topology)
+      .def(
+          "set_meeting",
+          [](ProcessGroupGeoMesh::Options& o, std::vector<int> members, std::string job,
+             std::string name) {
+            o.meeting = {std::move(members), std::move(job), std::move(name)};
+          },
+          py::arg("members"), py::arg("job"), py::arg("name"))
       .def("set_timeout", [](ProcessGroupGeoMesh::Options& o, double seconds) {
         o.timeout = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
       });
@@ -288,6 +296,8 @@ PYBIND11_MODULE(_C, m) {
           py::arg("residual") = py::none(), py::arg("residual_decay") = 1.0,
           py::arg("form") = "auto", py::arg("timeout") = py::none())
       .def_property_readonly("regions", &ProcessGroupGeoMesh::regions)
+      .def_property_readonly("channel", &ProcessGroupGeoMesh::channel,
+                             "A number that all ranks of this group have, and no other group.")
       .def("stats", [](const Holder<ProcessGroupGeoMesh>& self) {
         std::vector<transport::PeerStats> stats;
         {

@@ -1,6 +1,7 @@
 // One group's operations: their order, deadlines, and the one failure that ends them all.
 #include "exec/executor.h"
 
+#include <algorithm>
 #include <future>
 #include <map>
 #include <mutex>
@@ -10,9 +11,17 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "exec/census.h"
 #include "exec/operation.h"
 
 namespace geomesh::exec {
+namespace {
+
+// How long before its deadline an operation asks the others who is behind, or how long one that has
+// met another operation waits for what they say.
+constexpr absl::Duration kCensusTime = absl::Seconds(1);
+
+}  // namespace
 
 // Everything but `health` belongs to the engine thread.
 struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::State> {
@@ -27,7 +36,11 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   void Start(std::shared_ptr<Call> call);
   void Schedule();
   const Operation* QueuedBehind(const Operation& operation) const;
+  void SetTimer(Entry& entry, absl::Time when, uint64_t number, void (State::*handler)(uint64_t));
+  void BeforeDeadline(uint64_t number);
   void OnDeadline(uint64_t number);
+  // The operation has met another one: asks the others what they called, then fails.
+  void FailAfterCensus(absl::Status cause, uint64_t number);
   // Ends the group. `culprit`: the operation whose error `cause` is, or null for the group's own.
   // `told`: `cause` is what a peer told, and already names its origin.
   void Fail(absl::Status cause, Operation* culprit, bool told = false);
@@ -39,10 +52,17 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   void OnFailed(Operation& operation, absl::Status cause) override {
     // A lost peer is the whole group's trouble, not this operation's.
     const bool lost = cause.code() == absl::StatusCode::kUnavailable;
-    Fail(std::move(cause), lost ? nullptr : &operation);
+    const bool different = cause.code() == absl::StatusCode::kFailedPrecondition;
+    if (different && operation.call().fingerprint != 0) {
+      FailAfterCensus(std::move(cause), operation.number());
+    } else {
+      Fail(std::move(cause), lost ? nullptr : &operation);
+    }
   }
 
   std::shared_ptr<ComputeThread> compute_holder;
+  std::shared_ptr<Census> census;
+  bool met_another = false;              // FailAfterCensus is on its way
   std::map<uint64_t, Entry> operations;  // unfinished, by issue number
   uint64_t next_number = 0;
   size_t not_started = 0;
@@ -72,6 +92,8 @@ void Executor::State::Open() {
     state->Fail(absl::Status(status.code(), text), nullptr, /*told=*/true);
   };
   engine->OpenChannel(channel, std::move(others), std::move(events));
+  census = std::make_shared<Census>(engine, channel, rank, peers);
+  census->Open();
 }
 
 void Executor::State::Start(std::shared_ptr<Call> call) {
@@ -98,13 +120,22 @@ void Executor::State::Start(std::shared_ptr<Call> call) {
   entry.operation = *std::move(operation);
   entry.begin = absl::Now();
   ++not_started;
+  // Only collectives have a fingerprint.
+  if (call->fingerprint != 0) census->Note(call->sequence, call->fingerprint, call->operation);
   if (call->deadline != absl::InfiniteFuture()) {
-    entry.has_timer = true;
-    entry.timer = engine->AddTimer(call->deadline, [weak = weak_from_this(), number] {
-      if (const auto state = weak.lock()) state->OnDeadline(number);
-    });
+    const absl::Duration early =
+        std::clamp((call->deadline - entry.begin) / 10, absl::ZeroDuration(), kCensusTime);
+    SetTimer(entry, call->deadline - early, number, &State::BeforeDeadline);
   }
   Schedule();
+}
+
+void Executor::State::SetTimer(Entry& entry, absl::Time when, uint64_t number,
+                               void (State::*handler)(uint64_t)) {
+  entry.has_timer = true;
+  entry.timer = engine->AddTimer(when, [weak = weak_from_this(), number, handler] {
+    if (const auto state = weak.lock()) (state.get()->*handler)(number);
+  });
 }
 
 const Operation* Executor::State::QueuedBehind(const Operation& operation) const {
@@ -147,12 +178,34 @@ void Executor::State::OnEnded(Operation& operation, const absl::Status& status) 
   operations.erase(it);
   if (!operation.started()) --not_started;
   if (entry.has_timer) engine->CancelTimer(entry.timer);
+  if (operation.call().fingerprint != 0) census->Forget(operation.call().sequence);
   std::move(operation.call().done)(status, operation.outcome());
   if (operations.empty() && drained != nullptr) {
     drained->set_value();
     return;
   }
   if (!failed) Schedule();
+}
+
+void Executor::State::BeforeDeadline(uint64_t number) {
+  const auto it = operations.find(number);
+  if (it == operations.end()) return;
+  const Call& call = it->second.operation->call();
+  SetTimer(it->second, call.deadline, number, &State::OnDeadline);
+  if (!failed && call.fingerprint != 0) census->Ask(call.sequence);
+}
+
+void Executor::State::FailAfterCensus(absl::Status cause, uint64_t number) {
+  if (met_another) return;
+  met_another = true;
+  const auto fail = [weak = weak_from_this(), cause, number] {
+    const auto state = weak.lock();
+    if (state == nullptr) return;
+    const auto it = state->operations.find(number);
+    if (it != state->operations.end()) state->Fail(cause, it->second.operation.get());
+  };
+  engine->AddTimer(absl::Now() + kCensusTime, fail);
+  census->Ask(operations.at(number).operation->call().sequence, fail);
 }
 
 void Executor::State::OnDeadline(uint64_t number) {
@@ -174,7 +227,14 @@ absl::Status Executor::State::Record(const absl::Status& reason) {
 void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
   if (failed) return;
   failed = true;
-  if (culprit != nullptr) cause = culprit->Explain(cause, QueuedBehind(*culprit));
+  if (culprit != nullptr) {
+    cause = culprit->Explain(cause, QueuedBehind(*culprit));
+    const Call& call = culprit->call();
+    if (call.fingerprint != 0) {
+      cause =
+          absl::Status(cause.code(), absl::StrCat(cause.message(), census->Report(call.sequence)));
+    }
+  }
   const absl::Status reason = Record(cause);
   if (reason.message() != cause.message()) culprit = nullptr, told = false;  // Abort came first
 

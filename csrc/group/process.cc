@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "transport/wire/ucx.h"
 
@@ -24,6 +26,21 @@ transport::HostScope Scope() {
   const std::string world = Variable("WORLD_SIZE");
   if (local.empty() || world.empty()) return transport::HostScope::kUnknown;
   return local == world ? transport::HostScope::kSingleHost : transport::HostScope::kSeveralHosts;
+}
+
+// Of what the user asked for a further group, all that differs from what the engine runs with.
+absl::Status CheckAgreement(const Options& running, const Options& asked,
+                            absl::Span<const std::string> given) {
+  for (const std::string& name : given) {
+    if (name == "topology" || asked.Get(name) == running.Get(name)) continue;  // a group's own
+    const std::string was = running.Get(name);
+    return absl::InvalidArgumentError(absl::StrCat(
+        "pg_options of another group have ", name, "='", asked.Get(name), "', but the engine, one ",
+        "for all groups of a process, runs with ", name, "='", was, "' since the first group: ",
+        "leave ", name, " out here, or give it to init_process_group (or in GEOMESH_",
+        absl::AsciiStrToUpper(name), ") so that all groups have it"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -68,11 +85,15 @@ std::string HostName() {
   return name;
 }
 
-absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options) {
+absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options,
+                                                          absl::Span<const std::string> given) {
   static std::mutex* mutex = new std::mutex;
   static std::weak_ptr<Process>* running = new std::weak_ptr<Process>;
   std::lock_guard<std::mutex> lock(*mutex);
-  if (std::shared_ptr<Process> process = running->lock()) return process;
+  if (std::shared_ptr<Process> process = running->lock()) {
+    GM_RETURN_IF_ERROR(CheckAgreement(process->options(), options, given));
+    return process;
+  }
 
   std::shared_ptr<Process> process(new Process(options));
   transport::UcxWireOptions wire_options;

@@ -13,6 +13,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "base/options.h"
 #include "transport/engine.h"
 
@@ -40,7 +41,9 @@ class CompletionThread {
 class Process {
  public:
   // The running one, or a new one made with `options`. It ends when the last group lets go of it.
-  static absl::StatusOr<std::shared_ptr<Process>> Acquire(const Options& options);
+  // InvalidArgument where one is running with another value of an option named in `given`.
+  static absl::StatusOr<std::shared_ptr<Process>> Acquire(const Options& options,
+                                                          absl::Span<const std::string> given);
 
   transport::Engine& engine() { return *engine_; }
   CompletionThread& completions() { return completions_; }

@@ -9,7 +9,6 @@
 #include "absl/time/clock.h"
 #include "base/log.h"
 #include "exec/reduce.h"
-#include "group/rendezvous.h"
 
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -150,7 +149,10 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
     if (!status.ok())
       Throw(absl::Status(status.code(), absl::StrCat("geomesh: ", status.message())));
   };
-  absl::StatusOr<std::shared_ptr<Process>> process = Process::Acquire(options_->engine);
+  absl::StatusOr<std::shared_ptr<Process>> process =
+      Process::Acquire(options_->engine, options_->given);
+  TORCH_CHECK_VALUE(!absl::IsInvalidArgument(process.status()), "geomesh, rank ", rank, ": ",
+                    std::string(process.status().message()));
   check(process.status());
   process_ = *std::move(process);
   transport::Engine& engine = process_->engine();
@@ -163,7 +165,11 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
   own.wire = std::string(engine.wire_name());
   own.address = engine.address();
   own.topology_fingerprint = options_->topology.Fingerprint();
-  absl::StatusOr<Rendezvous> met = Meet(*store, own, size, deadline);
+  Meeting meeting = options_->meeting;
+  for (int r = 0; options_->meeting.members.empty() && r < size; ++r) meeting.members.push_back(r);
+  TORCH_CHECK(meeting.members.size() == static_cast<size_t>(size), "geomesh: a group of ", size,
+              " ranks with ", meeting.members.size(), " members");
+  absl::StatusOr<Rendezvous> met = Meet(*store, own, meeting, deadline);
   check(met.status());
   channel_ = met->channel;
   for (const transport::PeerRecord& record : met->records) {
@@ -194,7 +200,13 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
   init();
 }
 
-ProcessGroupGeoMesh::~ProcessGroupGeoMesh() { shutdown(); }
+ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
+  try {
+    shutdown();
+  } catch (const std::exception& e) {
+    Log(LogLevel::kWarning, "group", absl::StrCat("interrupted at the end: ", e.what()));
+  }
+}
 
 ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::Begin(const char* name, const char* title,
                                                           c10d::OpType type, std::string detail) {
@@ -698,6 +710,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::PointToPoint(Tensors& tensors, in
       absl::StrCat(Describe(tensor), sending ? ", to rank " : ", from rank ", peer, ", tag ", tag));
   TORCH_CHECK(peer >= 0 && peer < size_, op.work.operation, ": the group has ranks 0 to ",
               size_ - 1);
+  TORCH_CHECK_VALUE(peer != rank_, op.work.operation,
+                    ": a rank can't exchange messages with itself; copy the tensor instead");
   TORCH_CHECK(tag >= 0, op.work.operation, ": a tag is never negative, got ", tag);
   op.work.inputs = op.work.outputs = {tensor};
   op.call.dtype = DType::kU8;
@@ -845,29 +859,53 @@ void ProcessGroupGeoMesh::abort() {
 }
 
 void ProcessGroupGeoMesh::shutdown() {
-  std::shared_ptr<exec::Executor> executor;
-  std::shared_ptr<Process> process;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (shut_) return;
-    shut_ = true;
-    const absl::Time deadline = absl::Now() + process_->options().linger;
-    if (!idle_.wait_until(lock, absl::ToChronoTime(deadline), [this] { return pending_ == 0; })) {
-      Log(LogLevel::kWarning, "group",
-          absl::StrCat("the group ends with ", pending_,
-                       " operations unfinished after GEOMESH_LINGER"));
-      executor_->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " has left the group")));
-      idle_.wait(lock, [this] { return pending_ == 0; });
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (shut_) return;
+  shut_ = true;
+  absl::Time deadline = absl::Now() + process_->options().linger;
+  std::exception_ptr interrupt;  // Ctrl-C: ends the waiting, and is thrown when all is tidied up
+  const auto wait_on = [&] {
+    try {
+      CheckInterrupt();
+    } catch (...) {
+      interrupt = std::current_exception();
+      deadline = absl::Now();
     }
+    return absl::Now() < deadline;
+  };
+
+  bool idle = pending_ == 0;
+  while (!idle) {
+    idle = idle_.wait_for(lock, kInterruptPeriod, [this] { return pending_ == 0; });
     lock.unlock();
-    // What was sent last may still be in this process; peers count on it.
-    const absl::Status drained = process_->engine().Drain(deadline);
-    if (!drained.ok()) Log(LogLevel::kWarning, "group", drained.message());
+    const bool go_on = wait_on();
     lock.lock();
-    executor = std::move(executor_);
-    process = std::move(process_);
+    if (!go_on) break;
   }
+  if (pending_ > 0) {
+    Log(LogLevel::kWarning, "group",
+        absl::StrCat("the group ends with ", pending_, " operations unfinished after ",
+                     interrupt ? "an interrupt" : "GEOMESH_LINGER"));
+    executor_->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " has left the group")));
+    idle_.wait(lock, [this] { return pending_ == 0; });
+  }
+  lock.unlock();
+
+  // What was sent last may still be in this process; peers count on it.
+  absl::Status drained;
+  do {
+    const absl::Time piece = absl::Now() + absl::FromChrono(kInterruptPeriod);
+    drained = process_->engine().Drain(std::min(piece, deadline));
+  } while (!drained.ok() && wait_on());
+  if (!drained.ok()) Log(LogLevel::kWarning, "group", drained.message());
+
+  lock.lock();
+  std::shared_ptr<exec::Executor> executor = std::move(executor_);
+  std::shared_ptr<Process> process = std::move(process_);
+  lock.unlock();
   executor.reset();  // before the engine that it runs on, which ends with its last group
+  process.reset();
+  if (interrupt) std::rethrow_exception(interrupt);
 }
 
 std::shared_ptr<exec::Executor> ProcessGroupGeoMesh::executor() {

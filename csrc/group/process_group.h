@@ -17,6 +17,7 @@
 #include "base/options.h"
 #include "exec/executor.h"
 #include "group/process.h"
+#include "group/rendezvous.h"
 #include "group/tensors.h"
 #include "group/work.h"
 #include "plan/compile.h"
@@ -64,7 +65,10 @@ class ProcessGroupGeoMesh : public c10d::Backend {
     }
 
     geomesh::Options engine;
+    std::vector<std::string> given;  // names of the engine's options that the user set here
     TopologySpec topology;
+    // Which group this is; no members: all ranks of the job, in order.
+    Meeting meeting;
   };
 
   // Meets the other ranks through `store` and connects. Throws c10::DistBackendError naming what
@@ -126,6 +130,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   std::vector<transport::PeerStats> Stats();
   const plan::Topology& topology() const { return plans_->topology(); }
   std::vector<std::string> regions() const { return regions_; }
+  uint64_t channel() const { return channel_; }
 
  private:
   struct Operation;

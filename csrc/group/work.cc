@@ -12,11 +12,13 @@ namespace {
 
 std::atomic<void (*)()> interrupt_check{nullptr};
 
-constexpr std::chrono::milliseconds kInterruptPeriod{200};
-
 }  // namespace
 
 void SetInterruptCheck(void (*check)()) { interrupt_check = check; }
+
+void CheckInterrupt() {
+  if (auto check = interrupt_check.load()) check();
+}
 
 void Throw(const absl::Status& status) {
   throw c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
@@ -70,7 +72,7 @@ bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
                    [this] { return completed_; });
     if (completed_) break;
     lock.unlock();
-    if (auto check = interrupt_check.load()) check();
+    CheckInterrupt();
     if (!expired && Clock::now() >= deadline) {
       // The wait's own limit is the strongest: it ends the operation, whose buffers are free once
       // it says so.

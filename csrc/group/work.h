@@ -19,6 +19,9 @@ namespace geomesh::group {
 // Called every 0.2 s of a blocking wait, on the waiting thread; throws to end the wait (Ctrl-C).
 // Set once, by the bindings.
 void SetInterruptCheck(void (*check)());
+// Calls it. No lock is held: it takes Python's.
+void CheckInterrupt();
+inline constexpr std::chrono::milliseconds kInterruptPeriod{200};
 
 // c10::DistBackendError with the status's text.
 std::exception_ptr ToException(const absl::Status& status);

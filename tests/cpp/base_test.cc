@@ -29,7 +29,6 @@ TEST_F(Environment, DefaultsEqualTheTablesText) {
     if (info.name.empty() || info.default_value.empty()) continue;
     EXPECT_TRUE(set.Set(info.name, info.default_value).ok()) << info.name;
   }
-  EXPECT_EQ(set.wire, defaults->wire);
   EXPECT_EQ(set.lanes, defaults->lanes);
   EXPECT_EQ(set.unexpected_bytes, defaults->unexpected_bytes);
   EXPECT_EQ(set.suspect_after, defaults->suspect_after);
@@ -53,19 +52,12 @@ TEST_F(Environment, ReadsVariables) {
 
 TEST_F(Environment, BadValuesNameVariableValueAndForm) {
   const std::vector<std::pair<std::string, std::string>> bad = {
-      {"GEOMESH_PORTS", "23100-23000"},
-      {"GEOMESH_PORTS", "0"},
-      {"GEOMESH_PORTS", "1-70000"},
-      {"GEOMESH_PORTS", "a-b"},
-      {"GEOMESH_LANES", "-1"},
-      {"GEOMESH_LANES", "65"},
-      {"GEOMESH_LANES", "two"},
-      {"GEOMESH_UNEXPECTED_BYTES", ""},
-      {"GEOMESH_UNEXPECTED_BYTES", "5"},
-      {"GEOMESH_UNEXPECTED_BYTES", "99999999999G"},
-      {"GEOMESH_DEAD_AFTER", "20"},
-      {"GEOMESH_DEAD_AFTER", "-1s"},
-      {"GEOMESH_WIRE", "tcp"}};
+      {"GEOMESH_PORTS", "23100-23000"},  {"GEOMESH_PORTS", "0"},
+      {"GEOMESH_PORTS", "1-70000"},      {"GEOMESH_PORTS", "a-b"},
+      {"GEOMESH_LANES", "-1"},           {"GEOMESH_LANES", "65"},
+      {"GEOMESH_LANES", "two"},          {"GEOMESH_UNEXPECTED_BYTES", ""},
+      {"GEOMESH_UNEXPECTED_BYTES", "5"}, {"GEOMESH_UNEXPECTED_BYTES", "99999999999G"},
+      {"GEOMESH_DEAD_AFTER", "20"},      {"GEOMESH_DEAD_AFTER", "-1s"}};
   for (const auto& [variable, value] : bad) {
     setenv(variable.c_str(), value.c_str(), 1);
     absl::StatusOr<Options> options = Options::FromEnvironment();
@@ -93,6 +85,21 @@ TEST(Options, PortRanges) {
     EXPECT_THAT(std::string(status.message()), HasSubstr(std::string("'") + text + "'"));
   }
   EXPECT_EQ(options.ports.ToString(), "5000");  // as before the wrong ones
+}
+
+TEST(Options, EveryOptionIsGivenBackAsItWasSet) {
+  for (const OptionInfo& info : OptionTable()) {
+    if (info.name.empty()) continue;
+    const std::string text = info.type == "duration" ? "7s"
+                             : info.type == "ports"  ? "7000-7001"
+                             : info.type == "bytes"  ? "7340032"
+                                                     : "7";
+    Options options;
+    EXPECT_NE(options.Get(info.name), text);
+    ASSERT_TRUE(options.Set(info.name, text).ok()) << info.name;
+    EXPECT_EQ(options.Get(info.name), text);
+  }
+  EXPECT_EQ(Options().Get("lane"), "");
 }
 
 TEST(Options, UnknownNameListsTheKnown) {

@@ -71,7 +71,6 @@ def test_ranks_with_different_topologies() -> None:
         ("GEOMESH_INTERFACE", "^lo,docker", "lo"),
         ("GEOMESH_PORTS", "99999", "takes one port or a range"),
         ("GEOMESH_LANES", "many", "whole number"),
-        ("GEOMESH_WIRE", "carrier-pigeon", "takes ucx"),
         ("GEOMESH_DEAD_AFTER", "soon", "duration"),
     ],
 )

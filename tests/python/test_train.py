@@ -139,6 +139,24 @@ def test_evaluation_and_pauses_do_not_count_as_compute() -> None:
     assert mesh.events[0].data_wait_s > 0.2
 
 
+def test_what_lies_before_a_restart_of_the_clock_does_not_count() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (x, y), *_ = batches(1)
+    with GeoMesh(model, optimizer, inner_steps=2) as mesh:
+        entered = time.monotonic()
+        time.sleep(0.2)
+        mesh.restart_clock()  # at the round's start: the round begins here
+        train_step(model, optimizer, x, y)
+        time.sleep(0.2)
+        mesh.restart_clock()  # in its middle
+        train_step(model, optimizer, x, y)
+    event = mesh.events[0]
+    assert event.data_wait_s + event.compute_s < 0.1
+    assert event.begin - entered > 0.2
+    assert event.ready - event.begin > 0.2
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_models_train_without_a_graph_break(inside: bool) -> None:
     def trained(compiled: bool) -> tuple[list[Tensor], GeoMesh]:

@@ -243,7 +243,7 @@ def run_rounds(rank: Rank, arm: str) -> None:
     mesh.load_state_dict(mesh.state_dict())
     with mesh:
         rank.wait_for_start()
-        mesh._timer.restart()  # waiting for the start is not waiting for data
+        mesh.restart_clock()  # waiting for the start is not waiting for data
         for inputs, targets in batches:
             loss = loss_of(rank.model, inputs, targets)
             loss.backward()
