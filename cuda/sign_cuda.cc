@@ -19,10 +19,11 @@ absl::Status ToStatus(cudaError_t error, absl::string_view what) {
     case cudaErrorNoDevice:
     case cudaErrorInsufficientDriver:
     case cudaErrorStubLibrary:
-      return absl::FailedPreconditionError(absl::StrCat(
-          "cuda: no GPU can be used, so ", what, " was not done: ", cudaGetErrorString(error), " (",
-          cudaGetErrorName(error),
-          "). Use tensors on the CPU, or install a driver for CUDA 13 and check with nvidia-smi"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("cuda: ", what, " failed, no GPU can be used: ", cudaGetErrorString(error),
+                       " (", cudaGetErrorName(error),
+                       "). Use tensors on the CPU, or install a recent NVIDIA driver and check "
+                       "with nvidia-smi"));
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorUnsupportedPtxVersion:
       return absl::FailedPreconditionError(absl::StrCat(

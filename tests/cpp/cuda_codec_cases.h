@@ -14,7 +14,9 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "codec/kernels.h"
 #include "codec/pieces.h"
+#include "codec/random.h"
 #include "codec/sign.h"
 #include "gtest/gtest.h"
 #include "train/outer_step.h"
@@ -34,6 +36,10 @@ class Processor {
   virtual absl::StatusOr<std::vector<std::byte>> Encode(absl::Span<const Piece> pieces, Range range,
                                                         const SignParams& params,
                                                         const EncodeOptions& options) = 0;
+  // What the encoder's kernel says of each block, before it is rounded to a byte: m, the sum of |x|
+  // in plain codes, or -1.
+  virtual std::vector<float> Magnitudes(absl::Span<const Piece> pieces, Range range,
+                                        const SignParams& params) = 0;
   // codec::SignAccumulator over all codes.
   virtual absl::StatusOr<std::vector<float>> Mean(
       absl::Span<const Piece> pieces, Range range, const SignParams& params,
@@ -192,6 +198,46 @@ inline void CheckSizesAndData(Processor& processor) {
         ExpectSameMean(processor, geometry.pieces, geometry.All(), params, {codes[1]});
         ExpectSameMean(processor, geometry.pieces, geometry.All(), params, {codes[2]});
         if (testing::Test::HasFailure()) return;
+      }
+    }
+  }
+}
+
+// A code has four bits of a magnitude, which hide the order of its sums: here are all of them.
+inline void CheckMagnitudes(Processor& processor) {
+  for (int64_t n : {1, 64, 65, 1000, 4096, 8191, 20780}) {
+    for (Data data : kAllData) {
+      for (bool rotate : {true, false}) {
+        SCOPED_TRACE(testing::Message()
+                     << "n " << n << ", data " << static_cast<int>(data) << ", rotate " << rotate);
+        const Vector v(n, data, 4);
+        const SignParams params{.rotate = rotate, .rotation_seed = static_cast<uint64_t>(n)};
+        const codec::WordStream rotation(params.rotation_seed, codec::kRotationDomain);
+        std::vector<float> expected;
+        codec::BlockCursor blocks(n);
+        for (codec::Block block; blocks.Next(&block);) {
+          alignas(64) float z[codec::kBlockElements] = {};
+          uint64_t signs[codec::kBlockElements / 64 + 1] = {};
+          uint8_t bits[codec::kBlockElements / 8 + codec::kBitPadding];
+          std::copy_n(v.values.begin() + block.begin, block.elements, z);
+          if (std::all_of(z, z + block.elements, [](float x) { return x == 0; })) {
+            expected.push_back(-1);
+            continue;
+          }
+          const uint64_t first_word = codec::FirstWord(v.All(), block);
+          for (int i = 0; i < block.padded / 64; ++i) signs[i] = rotation.Word(first_word + i);
+          if (rotate) codec::Rotate(z, block.padded, reinterpret_cast<const uint8_t*>(signs));
+          const codec::Norms norms = codec::PlainSign(z, block.padded, bits);
+          double l1 = 0, l2 = 0;
+          for (int i = 0; i < block.padded; ++i) {
+            l1 += std::abs(static_cast<double>(z[i]));
+            l2 += static_cast<double>(z[i]) * z[i];
+          }
+          expected.push_back(!rotate                        ? norms.l1
+                             : norms.l2_squared < 0x1p-100f ? static_cast<float>(l2 / l1)
+                                                            : norms.l2_squared / norms.l1);
+        }
+        ASSERT_EQ(Bits(processor.Magnitudes(v.pieces, v.All(), params)), Bits(expected));
       }
     }
   }

@@ -80,6 +80,15 @@ class HostProcessor : public Processor {
     return code;
   }
 
+  std::vector<float> Magnitudes(absl::Span<const codec::Piece> pieces, codec::Range range,
+                                const codec::SignParams& params) override {
+    const EncodeJob job(pieces, range, params, {});
+    const std::vector<std::byte> buffer = Start(job);
+    std::vector<float> magnitudes(static_cast<size_t>(job.blocks()));
+    std::memcpy(magnitudes.data(), buffer.data() + job.magnitudes().offset, job.magnitudes().bytes);
+    return magnitudes;
+  }
+
   absl::StatusOr<std::vector<float>> Mean(
       absl::Span<const codec::Piece> pieces, codec::Range range, const codec::SignParams& params,
       const std::vector<std::vector<std::byte>>& codes) override {
@@ -120,6 +129,19 @@ class HostProcessor : public Processor {
   }
 
  private:
+  // SignEncoder::Start.
+  std::vector<std::byte> Start(const EncodeJob& job) {
+    std::vector<std::byte> buffer = Dirty(job.buffer_bytes());
+    if (job.blocks() == 0) return buffer;
+    job.Fill(buffer.data());
+    std::memset(buffer.data() + job.failure().offset, 0xFF, job.failure().bytes);
+    std::memset(buffer.data() + job.live_rows().offset, 0, job.live_rows().bytes);
+    const EncodeArgs args = job.Args(buffer.data());
+    ForEachBlock(job.blocks(),
+                 [&](int64_t k, BlockMemory& memory) { EncodeBlock(args, k, memory, threads_); });
+    return buffer;
+  }
+
   template <class Body>
   void ForEachBlock(int64_t blocks, const Body& body) {
     const auto memory = std::make_unique<BlockMemory>();
@@ -142,6 +164,7 @@ INSTANTIATE_TEST_SUITE_P(Orders, CudaCodec,
                          [](const auto& info) { return Name(info.param); });
 
 TEST_P(CudaCodec, SizesAndData) { cuda_cases::CheckSizesAndData(processor_); }
+TEST_P(CudaCodec, Magnitudes) { cuda_cases::CheckMagnitudes(processor_); }
 TEST_P(CudaCodec, Ranges) { cuda_cases::CheckRanges(processor_); }
 TEST_P(CudaCodec, TypesAndAnchors) { cuda_cases::CheckTypesAndAnchors(processor_); }
 TEST_P(CudaCodec, Residual) { cuda_cases::CheckResidual(processor_); }
