@@ -1,7 +1,8 @@
 # Decides whether cuda/ is built: sets GEOMESH_CUDA_USABLE, enables the CUDA language, says one line.
 #
 # GEOMESH_BUILD_CUDA is AUTO (with nvcc if it works; if not, says why and goes on), ON (must work)
-# or OFF. nvcc is tried by hand first, because enable_language ends the build where it can't compile.
+# or OFF. nvcc is tried by hand first, because enable_language ends the build where it can't compile
+# or has no runtime to link with.
 set(GEOMESH_CUDA_USABLE OFF)
 if(GEOMESH_BUILD_CUDA STREQUAL "OFF")
   message(STATUS "cuda: left out (GEOMESH_BUILD_CUDA is OFF)")
@@ -20,7 +21,7 @@ endif()
 find_program(GEOMESH_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME PATH_SUFFIXES bin PATHS /usr/local/cuda)
 if(NOT GEOMESH_NVCC)
   if(level STREQUAL "WARNING")
-    message(STATUS "cuda: left out, there is no nvcc; CUDA tensors go through the CPU's codec")
+    message(STATUS "cuda: left out, there is no nvcc")
   else()
     message(FATAL_ERROR "cuda: GEOMESH_BUILD_CUDA is ${GEOMESH_BUILD_CUDA}, but there is no nvcc on the path")
   endif()
@@ -36,12 +37,11 @@ if(NOT GEOMESH_NVCC_WORKS STREQUAL question)
     list(APPEND flags -gencode "arch=compute_${number},code=compute_${number}")
   endforeach()
   set(probe ${PROJECT_BINARY_DIR}/nvcc_probe)
-  file(WRITE ${probe}.cu "#include <bit>\n__global__ void Probe(float* x) { *x = 1; }\n")
-  execute_process(COMMAND ${GEOMESH_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} ${flags} -c ${probe}.cu
-                          -o ${probe}.o
+  file(WRITE ${probe}.cu "#include <bit>\n__global__ void Probe(float* x) { *x = 1; }\nint main() {}\n")
+  execute_process(COMMAND ${GEOMESH_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} ${flags} ${probe}.cu -o ${probe}
                   RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(NOT result EQUAL 0)
-    message(${level} "cuda: left out, ${GEOMESH_NVCC} can't compile for ${GEOMESH_CUDA_ARCHITECTURES}:\n${output}\n"
+    message(${level} "cuda: left out, ${GEOMESH_NVCC} can't build a program for ${GEOMESH_CUDA_ARCHITECTURES}:\n${output}\n"
       "Set GEOMESH_CUDA_ARCHITECTURES to what it knows, install another toolkit, or set GEOMESH_BUILD_CUDA=OFF.")
     return()
   endif()
