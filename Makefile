@@ -51,6 +51,7 @@ build/.installed: $(SOURCES) $(BIN)/python build/.debian
 	@echo "torch_geomesh: building and installing (build/install.log)"
 	@$(BIN)/pip install -q 'setuptools>=68' wheel && MAX_JOBS=$(JOBS) $(BIN)/pip install -v --no-build-isolation -e '.[dev]' >build/install.log 2>&1 \
 	  || { grep -E "error|torch_geomesh:" build/install.log | head -20; echo "Building torch_geomesh failed; the whole output is in build/install.log."; exit 1; }
+	@grep -oE "cuda(:|/ is) (built|left out).*" build/install.log | head -1 || true
 	@touch $@
 
 demo: setup ## train across four emulated regions, three ways (under 6 minutes)

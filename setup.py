@@ -65,6 +65,23 @@ def ucx_dir() -> Path:
     return prefix
 
 
+def build_cuda() -> str:
+    """Return CMake's GEOMESH_BUILD_CUDA: the variable of that name, or AUTO where torch has CUDA.
+
+    AUTO builds cuda/ where nvcc works; where it doesn't, CMake prints what it said and goes on.
+    """
+    wanted = os.environ.get("GEOMESH_BUILD_CUDA", "").upper()
+    if wanted in ("AUTO", "ON", "OFF"):
+        return wanted
+    if wanted:
+        sys.exit(f"torch_geomesh: GEOMESH_BUILD_CUDA takes AUTO, ON or OFF, got {wanted!r}.")
+    version = (torch_dir() / "version.py").read_text()
+    if re.search(r"^cuda\b.*=\s*None", version, re.MULTILINE):
+        print("torch_geomesh: cuda/ is left out, this PyTorch is for the CPU only", flush=True)
+        return "OFF"
+    return "AUTO"
+
+
 def requirements() -> list[str]:
     """List what pip must bring; UCX only where neither a wheel nor a system one is there."""
     wanted = ["torch>=2.11,<2.16", "numpy>=1.26", "rich>=13.7", "matplotlib>=3.8"]
@@ -84,7 +101,6 @@ class BuildWithCMake(build_ext):
                 "cmake ninja-build."
             )
         package = Path(self.get_ext_fullpath("torch_geomesh._C")).resolve().parent
-        nvcc = shutil.which("nvcc")
         switches = {
             "CMAKE_BUILD_TYPE": os.environ.get("CMAKE_BUILD_TYPE", "RelWithDebInfo"),
             "GEOMESH_TORCH_DIR": torch_dir(),
@@ -92,9 +108,7 @@ class BuildWithCMake(build_ext):
             "GEOMESH_PYTHON_INCLUDE": sysconfig.get_path("include"),
             "GEOMESH_PYTHON_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
             "GEOMESH_PYTHON_OUTPUT": package,
-            "GEOMESH_BUILD_CUDA": "ON"
-            if nvcc and (ROOT / "cuda/CMakeLists.txt").exists()
-            else "OFF",
+            "GEOMESH_BUILD_CUDA": build_cuda(),
         }
         build = ROOT / "build"
         for name, value in switches.items():

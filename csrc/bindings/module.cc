@@ -17,6 +17,10 @@
 #include "plan/program.h"
 #include "train/outer_step.h"
 
+#if defined(GEOMESH_CUDA)
+#include "cuda/sign_cuda.h"
+#endif
+
 namespace py = pybind11;
 
 namespace geomesh {
@@ -195,6 +199,16 @@ void OuterStep(const std::vector<at::Tensor>& anchor, const std::vector<at::Tens
   for (auto& [tensor, memory] : copies) tensor.copy_(memory);
 }
 
+// The parts that a build may be without, each with "ready" or why it can't work on this machine.
+py::dict Features() {
+  py::dict features;
+#if defined(GEOMESH_CUDA)
+  const absl::Status status = cuda::Available();
+  features["cuda"] = status.ok() ? "ready" : std::string(status.message());
+#endif
+  return features;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -309,6 +323,8 @@ PYBIND11_MODULE(_C, m) {
         return rows;
       });
 
+  m.def("features", &Features,
+        "The parts that a build may be without (\"cuda\"): \"ready\", or why not on this machine.");
   m.def("sign_encode", &SignEncode, py::arg("tensors"), py::arg("rotation_seed"),
         py::arg("dither_seed"), py::arg("weight") = 1,
         py::arg("row_elements") = std::vector<int64_t>{}, py::arg("rotate") = true,

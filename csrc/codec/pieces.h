@@ -26,6 +26,11 @@ struct Block {
   int32_t elements = 0;  // `padded` less the padding; padding is only in a range's last block
 };
 
+// The number of a block's first 64 elements in the vector: what its random words count from.
+inline uint64_t FirstWord(Range range, const Block& block) {
+  return static_cast<uint64_t>(range.begin + block.begin) / 64;
+}
+
 // The blocks of a range in order: full ones, then the tail cut into falling powers of two.
 class BlockCursor {
  public:

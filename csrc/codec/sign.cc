@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
+#include "codec/assemble.h"
 #include "codec/code_format.h"
 #include "codec/float_env.h"
 #include "codec/kernels.h"
@@ -20,21 +21,12 @@
 namespace geomesh::codec {
 namespace {
 
-// Below this a squared norm in fp32 may have lost digits to denormals.
-constexpr float kSafeSquaredNorm = 0x1p-100f;
-constexpr uint32_t kDitherMask = (1u << kDroppedBits) - 1;
-
 // What a block needs in memory while it is worked on; stays in the L1 cache.
 struct Workspace {
   alignas(64) float values[kBlockElements];
   alignas(64) uint8_t signs[kBlockElements / 8 + kBitPadding];
   alignas(64) uint8_t bits[kBlockElements / 8 + kBitPadding];
 };
-
-// The number of a block's first 64 elements in the vector: what its random words count from.
-uint64_t FirstWord(Range range, const Block& block) {
-  return static_cast<uint64_t>(range.begin + block.begin) / 64;
-}
 
 void FillSigns(const WordStream& rotation, uint64_t first_word, const Block& block,
                uint8_t* signs) {
@@ -128,85 +120,16 @@ absl::Status NotFinite(absl::Span<const Piece> pieces, Range range, const Block&
   const float* values = work.values;
   int worst = 0;
   for (int i = 0; i < block.elements; ++i) {
-    const bool bad_residual = !residual.empty() && !std::isfinite(residual[block.begin + i]);
-    if (!std::isfinite(values[i]) || bad_residual) {
-      const auto [piece, index] = Locate(pieces, range.begin + block.begin + i);
-      return absl::InvalidArgumentError(
-          absl::StrFormat("sign codec: %s of \"%s\" at element %d is %f: nothing was encoded",
-                          std::isfinite(values[i]) ? "the residual" : "the value", piece->name,
-                          index, std::isfinite(values[i]) ? residual[block.begin + i] : values[i]));
+    if (!std::isfinite(values[i])) {
+      return NotFiniteError(pieces, range, BadElement::kValue, block.begin + i, values[i]);
+    }
+    if (!residual.empty() && !std::isfinite(residual[block.begin + i])) {
+      return NotFiniteError(pieces, range, BadElement::kResidual, block.begin + i,
+                            residual[block.begin + i]);
     }
     if (std::abs(values[i]) > std::abs(values[worst])) worst = i;
   }
-  const auto [piece, index] = Locate(pieces, range.begin + block.begin + worst);
-  return absl::InvalidArgumentError(
-      absl::StrFormat("sign codec: the value of \"%s\" at element %d is %g, too large for the "
-                      "transform: nothing was encoded",
-                      piece->name, index, values[worst]));
-}
-
-// Live elements of each block; `live` covers the range's rows.
-std::vector<int32_t> LiveElements(absl::Span<const Piece> pieces, Range range,
-                                  const RowBits& live) {
-  std::vector<int32_t> counts;
-  counts.reserve(static_cast<size_t>(CountBlocks(range.elements)));
-  RowCursor row(pieces, range);
-  bool has_row = row.Next();
-  BlockCursor blocks(range.elements);
-  for (Block block; blocks.Next(&block);) {
-    const int64_t block_end = block.begin + block.elements;
-    int64_t count = 0;
-    while (has_row && row.begin() < block_end) {
-      if (RowIsLive(live, row.index())) {
-        count += std::min(row.end(), block_end) - std::max(row.begin(), block.begin);
-      }
-      if (row.end() > block_end) break;
-      has_row = row.Next();
-    }
-    counts.push_back(static_cast<int32_t>(count));
-  }
-  return counts;
-}
-
-struct CodedMagnitudes {
-  int base = 0;
-  std::vector<uint8_t> bytes;
-};
-
-// Rounds magnitudes to bytes at random, unbiased. A negative one stands for a block left out.
-CodedMagnitudes CodeMagnitudes(absl::Span<const float> magnitudes, Range range,
-                               uint64_t dither_seed) {
-  CodedMagnitudes coded;
-  coded.bytes.assign(magnitudes.size(), 0);
-  const WordStream dither(dither_seed, kDitherDomain);
-  std::vector<uint16_t> values(magnitudes.size(), 0);
-  int largest = 0;
-  BlockCursor blocks(range.elements);
-  Block block;
-  for (size_t k = 0; blocks.Next(&block); ++k) {
-    if (magnitudes[k] < 0) continue;
-    const uint64_t word = dither.Word(FirstWord(range, block));
-    const uint32_t bits = std::bit_cast<uint32_t>(magnitudes[k]);
-    values[k] = static_cast<uint16_t>((bits + (static_cast<uint32_t>(word >> 32) & kDitherMask)) >>
-                                      kDroppedBits);
-    largest = std::max<int>(largest, values[k]);
-  }
-  if (largest == 0) return coded;
-  coded.base = largest - kLargestByte;
-  // Only used where some value lies below the span of a byte, so where base + 1 is positive.
-  const double smallest = MagnitudeOf(std::max(coded.base + 1, 0));
-  blocks = BlockCursor(range.elements);
-  for (size_t k = 0; blocks.Next(&block); ++k) {
-    if (values[k] == 0) continue;
-    if (values[k] > coded.base) {
-      coded.bytes[k] = static_cast<uint8_t>(values[k] - coded.base);
-      continue;
-    }
-    // Below the span: the smallest value or nothing, in proportion.
-    const double draw = static_cast<double>(dither.Word(FirstWord(range, block)) & 0xFFFFFF);
-    coded.bytes[k] = draw * smallest < 0x1p24 * MagnitudeOf(values[k]) ? 1 : 0;
-  }
-  return coded;
+  return NotFiniteError(pieces, range, BadElement::kTooLarge, block.begin + worst, values[worst]);
 }
 
 void KeepWhatWasLost(absl::Span<const Piece> pieces, Range range, const SignParams& params,
@@ -256,25 +179,10 @@ int64_t MaxEncodedBytes(absl::Span<const Piece> pieces, Range range) {
 
 absl::StatusOr<size_t> Encode(absl::Span<const Piece> pieces, Range range, const SignParams& params,
                               const EncodeOptions& options, absl::Span<std::byte> code) {
-  GM_RETURN_IF_ERROR(CheckRange(pieces, range, options.weight != 0));
-  if (static_cast<int64_t>(code.size()) < MaxEncodedBytes(pieces, range)) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("sign codec: %d bytes for a code that may need %d", code.size(),
-                        MaxEncodedBytes(pieces, range)));
-  }
-  if (options.weight > kMaxWeight) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("sign codec: weight %d is not below 2^48", options.weight));
-  }
-  if (!options.residual.empty() &&
-      static_cast<int64_t>(options.residual.size()) != range.elements) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("sign codec: the residual has %d elements, the range %d",
-                        options.residual.size(), range.elements));
-  }
-  Header header = ExpectedHeader(pieces, range, params);
-  header.weight = options.weight;
+  GM_RETURN_IF_ERROR(CheckEncode(pieces, range, options, code.size()));
   if (options.weight == 0) {
+    Header header = ExpectedHeader(pieces, range, params);
+    header.weight = 0;
     WriteHeader(header, code);
     return kHeaderBytes;
   }
@@ -284,10 +192,8 @@ absl::StatusOr<size_t> Encode(absl::Span<const Piece> pieces, Range range, const
   const size_t block_count = static_cast<size_t>(CountBlocks(range.elements));
   // Signs go where they belong if there is no row map and no block is left out; else they are
   // moved.
-  auto* const first_bits = reinterpret_cast<uint8_t*>(code.data()) + kHeaderBytes + block_count;
-  uint8_t* bits = first_bits;
-  // Rotated: magnitudes; plain: sums of |x|; -1 for a block of zeros.
-  std::vector<float> magnitudes(block_count, -1.0f);
+  auto* const first_bits = reinterpret_cast<uint8_t*>(code.data()) + SignOffset(range, 0);
+  std::vector<float> magnitudes(block_count, kNoMagnitude);
   const WordStream rotation(params.rotation_seed, kRotationDomain);
   BlockReader reader(pieces, range, options.residual);
   RowMarker rows(pieces, range);
@@ -315,53 +221,16 @@ absl::StatusOr<size_t> Encode(absl::Span<const Piece> pieces, Range range, const
     } else {
       magnitudes[k] = norms.l2_squared / norms.l1;
     }
-    std::memcpy(bits, work.bits, padded / 8);
-    bits += padded / 8;
+    std::memcpy(first_bits + block.begin / 8, work.bits, padded / 8);
   }
 
-  const EncodedRows row_map = EncodeRows(rows.live(), rows.rows());
-  if (!params.rotate) {
-    const std::vector<int32_t> live = LiveElements(pieces, range, rows.live());
-    for (size_t k = 0; k < block_count; ++k) {
-      if (magnitudes[k] >= 0) magnitudes[k] /= static_cast<float>(live[k]);
-    }
-  }
-  const CodedMagnitudes coded = CodeMagnitudes(magnitudes, range, params.dither_seed);
-
-  // Close the gaps of blocks whose magnitude was rounded to nothing, and make room for the row map.
-  uint8_t* kept = first_bits;
-  const uint8_t* next = first_bits;
-  blocks = BlockCursor(range.elements);
-  for (size_t k = 0; blocks.Next(&block); ++k) {
-    if (magnitudes[k] < 0) continue;
-    const size_t bytes = static_cast<size_t>(block.padded / 8);
-    if (coded.bytes[k] != 0) {
-      if (kept != next) std::memmove(kept, next, bytes);
-      kept += bytes;
-    }
-    next += bytes;
-  }
-  const size_t bit_bytes = static_cast<size_t>(kept - first_bits);
-  header.row_map = row_map.kind;
-  header.base = static_cast<int16_t>(coded.base);
-  WriteHeader(header, code);
-  auto* const after_header = reinterpret_cast<uint8_t*>(code.data()) + kHeaderBytes;
-  uint8_t* const magnitude_bytes = after_header + row_map.bytes.size();
-  if (!row_map.bytes.empty()) {
-    std::memmove(magnitude_bytes + block_count, first_bits, bit_bytes);
-    std::memcpy(after_header, row_map.bytes.data(), row_map.bytes.size());
-  }
-  std::copy(coded.bytes.begin(), coded.bytes.end(), magnitude_bytes);
-
+  const AssembledCode assembled =
+      AssembleCode(pieces, range, params, options.weight, std::move(magnitudes), rows.live(), code);
   if (!options.residual.empty()) {
-    ParsedCode own;
-    own.header = header;
-    if (row_map.kind != RowMap::kNone) own.live_rows = rows.live();
-    own.magnitudes = coded.bytes;
-    own.bits = magnitude_bytes + block_count;
-    KeepWhatWasLost(pieces, range, params, own, options.residual_decay, options.residual);
+    KeepWhatWasLost(pieces, range, params, assembled.parsed, options.residual_decay,
+                    options.residual);
   }
-  return kHeaderBytes + row_map.bytes.size() + block_count + bit_bytes;
+  return assembled.bytes;
 }
 
 int64_t SignAccumulator::SumElements(Range range) { return PaddedElements(range.elements); }

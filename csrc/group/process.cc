@@ -45,9 +45,9 @@ absl::Status CheckAgreement(const Options& running, const Options& asked,
 
 }  // namespace
 
-CompletionThread::CompletionThread() : thread_([this] { Run(); }) {}
+OrderedThread::OrderedThread(const char* name) : name_(name), thread_([this] { Run(); }) {}
 
-CompletionThread::~CompletionThread() {
+OrderedThread::~OrderedThread() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
@@ -56,7 +56,7 @@ CompletionThread::~CompletionThread() {
   thread_.join();
 }
 
-void CompletionThread::Post(absl::AnyInvocable<void() &&> work) {
+void OrderedThread::Post(absl::AnyInvocable<void() &&> work) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::move(work));
@@ -64,8 +64,8 @@ void CompletionThread::Post(absl::AnyInvocable<void() &&> work) {
   wake_.notify_one();
 }
 
-void CompletionThread::Run() {
-  pthread_setname_np(pthread_self(), "geomesh-done");
+void OrderedThread::Run() {
+  pthread_setname_np(pthread_self(), name_);
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
@@ -83,6 +83,12 @@ std::string HostName() {
   char name[256] = {};
   if (gethostname(name, sizeof(name) - 1) != 0) return "unknown host";
   return name;
+}
+
+OrderedThread& Process::gpu_reads() {
+  std::call_once(gpu_reads_made_,
+                 [this] { gpu_reads_ = std::make_unique<OrderedThread>("geomesh-gpu"); });
+  return *gpu_reads_;
 }
 
 absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options,

@@ -19,12 +19,12 @@
 
 namespace geomesh::group {
 
-// Runs closures in order on one thread, "geomesh-done". Post from any thread.
-class CompletionThread {
+// Runs closures in order on one thread. Post from any thread.
+class OrderedThread {
  public:
-  CompletionThread();
+  explicit OrderedThread(const char* name);
   // Runs what was posted, then ends.
-  ~CompletionThread();
+  ~OrderedThread();
   void Post(absl::AnyInvocable<void() &&> work);
   bool IsCurrent() const { return std::this_thread::get_id() == thread_.get_id(); }
 
@@ -35,6 +35,7 @@ class CompletionThread {
   std::condition_variable wake_;
   std::deque<absl::AnyInvocable<void() &&>> queue_;  // guarded by mutex_
   bool stop_ = false;                                // guarded by mutex_
+  const char* const name_;
   std::thread thread_;
 };
 
@@ -46,15 +47,21 @@ class Process {
                                                           absl::Span<const std::string> given);
 
   transport::Engine& engine() { return *engine_; }
-  CompletionThread& completions() { return completions_; }
+  // "geomesh-done": copies results back and completes works.
+  OrderedThread& completions() { return completions_; }
+  // "geomesh-gpu": waits until inputs have come from a GPU. Made when it is first needed.
+  OrderedThread& gpu_reads();
   const Options& options() const { return options_; }
 
  private:
   Process(Options options) : options_(std::move(options)) {}
 
   const Options options_;
-  CompletionThread completions_;  // outlives the engine, whose last callbacks post to it
+  OrderedThread completions_{
+      "geomesh-done"};  // outlives the engine, whose last callbacks post to it
   std::unique_ptr<transport::Engine> engine_;
+  std::once_flag gpu_reads_made_;
+  std::unique_ptr<OrderedThread> gpu_reads_;
 };
 
 // This host's name, for errors.

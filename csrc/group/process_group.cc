@@ -11,6 +11,7 @@
 #include "exec/reduce.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -220,6 +221,33 @@ ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::Begin(const char* name, cons
   return operation;
 }
 
+namespace {
+
+// Returns when the inputs have come from the GPU. Also OK if the group has failed meanwhile, which
+// the executor will tell. Sleeps between looks: waiting for an event would keep a core busy.
+absl::Status AwaitReads(const Staging& staging, const exec::Executor& executor,
+                        const exec::Call& call) {
+  absl::Duration pause = absl::Microseconds(20);
+  try {
+    while (!staging.ReadsDone() && executor.health().ok()) {
+      if (absl::Now() > call.deadline) {
+        return absl::DeadlineExceededError(absl::StrCat(
+            call.operation, ", operation ", call.sequence,
+            " of its group: the GPU did not come to it within the timeout. Something that was put "
+            "on the stream before it hangs, or takes longer"));
+      }
+      absl::SleepFor(pause);
+      pause = std::min(2 * pause, absl::Milliseconds(1));
+    }
+  } catch (const std::exception& e) {
+    return absl::InternalError(
+        absl::StrCat(call.operation, ": copying from the GPU failed: ", e.what()));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
                                                             std::chrono::milliseconds timeout) {
   TORCH_CHECK(timeout == c10d::kUnsetTimeout || timeout.count() > 0, operation.work.operation,
@@ -253,6 +281,9 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
       [executor = std::weak_ptr<exec::Executor>(executor_)](const absl::Status& reason) {
         if (auto alive = executor.lock()) alive->Abort(reason);
       };
+  for (const c10::Stream& stream : operation.staging->streams()) {
+    operation.work.devices.push_back(stream.device());
+  }
   auto work = c10::make_intrusive<WorkGeoMesh>(std::move(operation.work));
 
   // Runs on the engine thread: hands over to the completion thread, which may wait for Python's
@@ -265,6 +296,9 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
                                  after = std::move(after), keep = std::move(keep), status,
                                  outcome]() mutable {
       absl::Status result = status;
+      // The future records its events on these, and callbacks' streams wait for them.
+      const std::vector<c10::Stream> streams = staging->streams();
+      const c10::MultiStreamGuard guard(streams);
       if (result.ok()) {
         try {
           staging->CopyBack();
@@ -282,7 +316,23 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
       idle_.notify_all();
     });
   };
-  executor_->Start(std::move(call));
+  if (!operation.staging->any_reads() && reading_ == 0) {
+    executor_->Start(std::move(call));
+    return work;
+  }
+  // Inputs are on their way from a GPU, which may first have much else to do. The caller goes on;
+  // operations start in the order of their calls, as on all ranks.
+  ++reading_;
+  process_->gpu_reads().Post([this, executor = executor_.get(), staging = operation.staging,
+                              call = std::move(call)]() mutable {
+    const absl::Status read = AwaitReads(*staging, *executor, call);
+    if (!read.ok()) executor->Abort(read);
+    staging.reset();
+    // `this` and the executor live at least until the call is done.
+    std::lock_guard<std::mutex> lock(mutex_);
+    --reading_;
+    executor->Start(std::move(call));
+  });
   return work;
 }
 

@@ -153,6 +153,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   std::chrono::milliseconds timeout_;
   uint64_t sequence_ = 0;
   int64_t pending_ = 0;
+  int64_t reading_ = 0;  // of these, not started yet: their inputs come from a GPU
   bool shut_ = false;
   std::map<std::tuple<int, int, bool>, uint32_t>
       point_to_point_;  // messages so far by peer, tag, direction

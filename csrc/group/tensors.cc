@@ -21,7 +21,13 @@ void Staging::Check(const at::Tensor& tensor, bool written) const {
 
 at::Tensor Staging::Source(const at::Tensor& tensor) {
   Check(tensor, /*written=*/false);
-  at::Tensor memory = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+  if (tensor.is_cuda()) {
+    at::Tensor staged = copies_.HostMemory(tensor);
+    copies_.Read(tensor.detach(), staged);
+    kept_.push_back(staged);
+    return staged;
+  }
+  at::Tensor memory = tensor.detach().resolve_conj().resolve_neg().contiguous();
   kept_.push_back(memory);
   return memory;
 }
@@ -33,21 +39,32 @@ at::Tensor Staging::Sink(const at::Tensor& tensor) {
     return tensor.detach();
   }
   at::Tensor staged =
-      at::empty(tensor.sizes(),
-                tensor.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+      tensor.is_cuda()
+          ? copies_.HostMemory(tensor)
+          : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
   back_.push_back({tensor, staged});
   return staged;
 }
 
 at::Tensor Staging::InPlace(const at::Tensor& tensor) {
   at::Tensor memory = Sink(tensor);
-  if (!back_.empty() && back_.back().staged.is_same(memory)) memory.copy_(tensor.detach());
+  if (tensor.is_cuda()) {
+    copies_.Read(tensor.detach(), memory);
+  } else if (!back_.empty() && back_.back().staged.is_same(memory)) {
+    memory.copy_(tensor.detach());
+  }
   return memory;
 }
 
 void Staging::CopyBack() {
   c10::NoGradGuard no_grad;
-  for (const Pair& pair : back_) pair.original.detach().copy_(pair.staged);
+  for (const Pair& pair : back_) {
+    if (pair.original.is_cuda()) {
+      copies_.Write(pair.staged, pair.original.detach());
+    } else {
+      pair.original.detach().copy_(pair.staged);
+    }
+  }
 }
 
 void Staging::Release() {

@@ -3,7 +3,9 @@
 // The executor moves contiguous CPU memory. A tensor that already is that is used in place. Any
 // other layout, and any CUDA tensor, goes through a contiguous CPU copy ("staging"), which is
 // copied back into the original when the operation is done. So results always arrive through the
-// caller's own view, whatever its strides.
+// caller's own view, whatever its strides. Copies from and to a GPU are put on streams and not
+// waited for here: memory of a CUDA tensor has its values when ReadsDone, and what CopyBack wrote
+// is ordered by streams().
 #pragma once
 
 #include <string>
@@ -11,6 +13,7 @@
 
 #include "base/dtype.h"
 #include "exec/executor.h"
+#include "group/device_copies.h"
 
 #include <ATen/ATen.h>
 
@@ -31,6 +34,13 @@ class Staging {
   // Both.
   at::Tensor InPlace(const at::Tensor& tensor);
 
+  // Whether some memory is still on its way from a GPU. ReadsDone never blocks; it throws what the
+  // GPU reports.
+  bool any_reads() const { return copies_.any_reads(); }
+  bool ReadsDone() const { return copies_.ReadsDone(); }
+  // Where copies to and from GPUs are put; empty where all tensors are on the CPU.
+  std::vector<c10::Stream> streams() const { return copies_.streams(); }
+
   // Writes staged results back. Once, when the operation succeeded; on a thread that may take
   // Python's lock.
   void CopyBack();
@@ -44,6 +54,7 @@ class Staging {
   };
 
   const std::string operation_;
+  DeviceCopies copies_;
   std::vector<Pair> back_;
   std::vector<at::Tensor> kept_;
 };

@@ -41,9 +41,8 @@ WorkGeoMesh::WorkGeoMesh(Description description)
       timeout_(description.timeout),
       outputs_(std::move(description.outputs)),
       expire_(std::move(description.expire)),
-      future_(
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
-}
+      future_(c10::make_intrusive<c10::ivalue::Future>(
+          c10::ListType::create(c10::TensorType::get()), std::move(description.devices))) {}
 
 bool WorkGeoMesh::isCompleted() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -86,7 +85,13 @@ bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
   const std::exception_ptr exception = exception_;
   lock.unlock();
   if (exception) std::rethrow_exception(exception);
+  synchronize();
   return true;
+}
+
+void WorkGeoMesh::synchronize() {
+  // The future recorded events when it was marked completed, an instant after waiters were let go.
+  if (!future_->devices().empty()) future_->wait();
 }
 
 void WorkGeoMesh::Expire(const absl::Status& reason) {
@@ -165,7 +170,9 @@ class JoinedWork : public c10d::Work {
     return nullptr;
   }
   std::vector<at::Tensor> result() override { return outputs_; }
-  void synchronize() override {}
+  void synchronize() override {
+    for (const auto& work : works_) work->synchronize();
+  }
   bool wait(std::chrono::milliseconds timeout) override {
     using Clock = std::chrono::steady_clock;
     const Clock::time_point deadline = Clock::now() + timeout;

@@ -36,6 +36,7 @@ class WorkGeoMesh : public c10d::Work {
     std::string operation;                  // for errors
     std::vector<at::Tensor> inputs;         // for the profiler
     std::vector<at::Tensor> outputs;        // result() and the future's value
+    std::vector<c10::Device> devices;       // GPUs whose streams the operation uses
     uint64_t sequence = 0;
     std::chrono::milliseconds timeout{0};
     std::function<void(const absl::Status&)>
@@ -48,7 +49,9 @@ class WorkGeoMesh : public c10d::Work {
   std::exception_ptr exception() const override;
   int sourceRank() const override { return source_rank_; }
   std::vector<at::Tensor> result() override { return outputs_; }
-  void synchronize() override {}
+  // Orders the current streams behind the results; where none is on a GPU, nothing.
+  void synchronize() override;
+  // Returns when the operation is done, and as synchronize().
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
@@ -60,7 +63,8 @@ class WorkGeoMesh : public c10d::Work {
   // all-reduce.
   exec::Outcome outcome() const;
 
-  // Once, on the completion thread: waiters first, then the future and its callbacks.
+  // Once, on the completion thread: waiters first, then the future and its callbacks. The streams
+  // that results were put on are current.
   void Complete(const absl::Status& status, const exec::Outcome& outcome);
 
   void SetSourceRank(int rank) { source_rank_ = rank; }
