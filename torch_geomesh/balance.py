@@ -209,6 +209,7 @@ class CostModel:
     _JITTER = 0.2  # level changes up to this are averaged, larger ones followed
     _DISTINCT = 1.2  # batch sizes this far apart tell step and sample time apart
     _FEWEST = 3  # steps a median is taken over
+    _WARM = 1.5  # of the first steps, those slower than the quickest by this are left out
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
@@ -229,8 +230,9 @@ class CostModel:
         if self._window:
             window = self._window if len(self._window) >= self._FEWEST else list(self._last)
             self._window = []
-            if len(window) < self._FEWEST:  # the first of a process: they warm it up
-                window = [min(window, key=lambda step: step[1] / step[0])]
+            if len(window) < self._FEWEST:  # a process's first steps: warming up may be in them
+                quickest = min(seconds / size for size, seconds in window)
+                window = [w for w in window if w[1] / w[0] <= self._WARM * quickest]
             self._update(window)
         if self._sample_s is None:
             return None

@@ -107,11 +107,12 @@ def sentences(run: dict[str, Any]) -> list[str]:
     arms = run["arms"]
     said = []
     if diloco := arms.get("diloco"):
+        straggler, wan = diloco["straggler_wait_frac"], diloco["wan_wait_frac"]
         said.append(
-            f"DiLoCo spent {_percent(diloco['wan_wait_frac'])} of its time on synchronisation "
-            f"over the WAN, and {_percent(diloco['straggler_wait_frac'])} waiting for slower "
-            f"ranks, at {diloco['settings']['inner_steps']} inner steps a round. Bandwidths are "
-            f"scaled by {run['scale']:.4g} so that the first figure is about the published 65.8 %."
+            f"DiLoCo spent {_percent(straggler + wan)} of its time on synchronisation "
+            f"({_percent(straggler)} waiting for slower ranks, {_percent(wan)} for bytes over the "
+            f"WAN), at {diloco['settings']['inner_steps']} inner steps a round. Bandwidths are "
+            f"scaled by {run['scale']:.4g} so that it is about the published 65.8 %."
         )
     geomesh = arms.get("geomesh")
     if geomesh and diloco:

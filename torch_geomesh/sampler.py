@@ -26,7 +26,7 @@ from torch_geomesh.balance import CostModel, RankCost, Share, balance, balance_r
 
 # A rest of an epoch smaller than this part of a round joins the round before it.
 _SMALL_REST = 0.25
-# Inner steps of a run's first round: one to warm up, one to be measured.
+# Inner steps of a run's first round: the first may warm the process up.
 _FIRST_STEPS = 2
 _STATE_VERSION = 1
 

@@ -98,7 +98,8 @@ absl::StatusOr<Rendezvous> Meet(c10d::Store& store, const transport::PeerRecord&
   for (size_t i = 0; i < sizeof(number); ++i) value[i] = static_cast<char>(number >> (8 * i));
   value += own.Serialize();
 
-  Keys keys{.wants = absl::StrCat("geomesh/", meeting.job, "/wants")};
+  Keys keys;
+  keys.wants = absl::StrCat("geomesh/", meeting.job, "/wants");
   GM_RETURN_IF_ERROR(Guarded("publishing this rank's record", [&] {
     const std::string job = absl::StrCat("geomesh/", meeting.job, "/");
     if (!meeting.name.empty()) {

@@ -23,7 +23,7 @@ constexpr absl::Duration kAckDelay = absl::Milliseconds(2);
 constexpr absl::Duration kRefusalLinger = absl::Seconds(1);
 constexpr absl::Duration kByeLinger = absl::Milliseconds(500);
 constexpr absl::Duration kDrainCheck = absl::Milliseconds(2);
-constexpr int kAnnounceTicks = 3;
+constexpr int kAnnounceTicks = 2;
 
 ProcessUid RandomUid() {
   ProcessUid uid;

@@ -40,16 +40,16 @@ class Settings:
     out: Path
     data: Path | None = None
     topology: str = "azure-4"
-    # With it DiLoCo waits for the WAN about 65.8 % of its time, as published, at its number of
-    # inner steps below. With more of them it waits less and averages less often.
-    bandwidth_scale: float = 1 / 36
+    # With it DiLoCo, at the best settings found for it, spends about the published 65.8 % of its
+    # time on synchronisation: waiting for slower ranks and for the WAN.
+    bandwidth_scale: float = 1 / 61
     seed: int = 0
     speeds: tuple[float, ...] = tuple(region[0] for region in HALOS_SPEEDS)
     # Per unit of speed; the ratio of the two is a step's real one on a CPU core.
     cost: StepCost = dataclasses.field(default_factory=lambda: StepCost(0.024, 0.0146))
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     # The target: this much of the held-out loss of a bigram model of the same text.
-    target_of_bigram: float = 0.94
+    target_of_bigram: float = 0.92
     held_out_samples: int = 256
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -58,21 +58,21 @@ class Settings:
             "ddp": ArmSettings("gloo", batch_size=32, lr=3e-3, warmup_steps=2),
             "diloco": ArmSettings(
                 "gloo",
-                batch_size=8,
+                batch_size=4,
                 lr=1.2e-3,
-                warmup_steps=5,
-                inner_steps=10,
+                warmup_steps=20,
+                inner_steps=103,
                 outer_lr=0.9,
                 outer_momentum=0.4,
             ),
             "geomesh": ArmSettings(
                 "geomesh",
-                batch_size=8,
+                batch_size=6,
                 lr=1.2e-3,
-                warmup_steps=20,
-                inner_steps=23,
+                warmup_steps=15,
+                inner_steps=85,
                 outer_lr=0.9,
-                outer_momentum=0.4,
+                outer_momentum=0.3,
                 form="exchange",  # one delay a round; recoding takes half the bytes, two delays
             ),
         }
