@@ -123,10 +123,10 @@ def sentences(run: dict[str, Any]) -> list[str]:
             + _bytes_a_round(diloco, geomesh)
             + "."
         )
-    if geomesh and (sent := geomesh.get("contribution_bytes")) and sent["sent_a_round"]:
+    if geomesh and (one := geomesh.get("contribution_bytes")):
         said.append(
-            f"Each GeoMesh rank sent {sent['sent_a_round']:,} bytes a round in all; its "
-            f"pseudo-gradient has {sent['fp32']:,} bytes in fp32."
+            f"A GeoMesh contribution takes {one['code']:,} bytes on the wire, 1/"
+            f"{one['fp32'] / one['code']:.2f} of its {one['fp32']:,} bytes in fp32."
         )
     if geomesh:
         same = "held" if run["bit_identical"] else "did NOT hold"

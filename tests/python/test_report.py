@@ -27,7 +27,7 @@ def _arm(title, *, reached, time_s, straggler, wan, wan_bytes, tokens, rounds=2)
         "straggler_wait_frac": straggler,
         "wan_wait_frac": wan,
         "wan_bytes": wan_bytes,
-        "contribution_bytes": {"sent_a_round": 100, "fp32": 3200},
+        "contribution_bytes": {"code": 100, "fp32": 3190},
         "settings": {"lr": 0.001, "inner_steps": 10},
         "curve": [[0.0, 5.5], [time_s / 2, 2.5], [time_s, 2.0]],
         "ranks": [
@@ -102,7 +102,8 @@ def test_no_ratio_when_geomesh_did_not_reach_the_target(run):
 
 def test_sentences_give_the_ratios(run):
     said = " ".join(report.sentences(run))
-    assert "DiLoCo spent 66.0 % of its time" in said
+    assert "82.0 % of its time on synchronisation (16.0 % waiting for slower ranks, 66.0 %" in said
+    assert "takes 100 bytes on the wire, 1/31.90 of its 3,190 bytes in fp32" in said
     assert "straggler wait 16.0 x lower" in said
     assert "WAN wait 6.0 x lower" in said
     assert "WAN bytes a round 32.0 x fewer" in said

@@ -133,7 +133,8 @@ class ArmRun:
                     for key in ("begin", "ready", "end"):
                         line[key] -= self._start
                     self.rounds[rank].append(Round(**line))
-                    if all(len(own) > line["number"] for own in self.rounds):  # the last one ends it
+                    # The last rank to end a round ends it.
+                    if all(len(own) > line["number"] for own in self.rounds):
                         self._bytes_at[line["number"]] = regions.wan_bytes()
 
     def _evaluate(self, evaluator: Evaluator) -> None:
@@ -199,7 +200,9 @@ class ArmRun:
             "straggler_wait_frac": straggler,
             "wan_wait_frac": wan,
             "wan_bytes": self._bytes_at.get(count - 1),
-            "contribution_bytes": _contribution(rounds),
+            "contribution_bytes": (
+                _contribution(rounds) if self.settings.arms[self.arm].form == "exchange" else None
+            ),
             "bit_identical": records.identical(rounds),
             "settings": dataclasses.asdict(self.settings.arms[self.arm]),
             "curve": [[round(t, 3), loss] for t, loss in self.curve],
@@ -226,10 +229,16 @@ class ArmRun:
 
 
 def _contribution(rounds: list[list[Round]]) -> dict[str, int] | None:
-    known = [r for own in rounds for r in own if r.bytes_sent is not None]
-    if not known or known[-1].fp32_bytes is None:
+    """Return a contribution's bytes on the wire and in fp32, from the last round.
+
+    For forms in which each contribution goes to every other rank once, whoever passes it on.
+    """
+    last = [own[-1] for own in rounds if own]
+    copies = len(last) * (len(last) - 1)
+    if not copies or any(r.bytes_sent is None or r.fp32_bytes is None for r in last):
         return None
-    return {"sent_a_round": known[-1].bytes_sent or 0, "fp32": known[-1].fp32_bytes}
+    sent = sum(r.bytes_sent or 0 for r in last)
+    return {"code": round(sent / copies), "fp32": last[0].fp32_bytes or 0}
 
 
 def _shares(rounds: list[list[Round]]) -> tuple[float, float, float] | None:
