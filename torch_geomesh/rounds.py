@@ -205,7 +205,14 @@ class OuterLoop:
 
     def record_loss(self, loss: Tensor | float) -> None:
         """Add to the mean that the round's event shows. Does not wait for the device."""
-        self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"expected one element, got shape {tuple(loss.shape)}: reduce the loss"
+                )
+            self._losses.append(loss.detach())
+        else:
+            self._losses.append(float(loss))
 
     def skip_step(self) -> None:
         """Count an inner step without an optimizer step.
@@ -233,6 +240,7 @@ class OuterLoop:
             raise RuntimeError(f"{self._name} is already running")
         if self._failure is not None:
             raise self._after_failure()
+        self._check_parameters()
         self._meet()
         if self._sampler is not None:
             if self._sampler.inner_step != self._steps:
@@ -300,13 +308,17 @@ class OuterLoop:
                 f"the state was taken by rank {state['rank']} in the middle of a round, this is "
                 f"rank {self.rank}: only states of the ends of rounds are common to all ranks"
             )
-        for name, anchor in zip(self._parameters, self._anchor, strict=True):
-            saved = state["anchor"].get(name)
-            if saved is None or saved.shape != anchor.shape:
-                shape = "nothing" if saved is None else f"shape {tuple(saved.shape)}"
-                raise ValueError(
-                    f"parameter {name!r} has shape {tuple(anchor.shape)}, the state has {shape}"
-                )
+        for part in ("anchor", "momentum"):
+            for name, anchor in zip(self._parameters, self._anchor, strict=True):
+                saved = state[part].get(name)
+                if saved is None or saved.shape != anchor.shape:
+                    shape = "nothing" if saved is None else f"shape {tuple(saved.shape)}"
+                    raise ValueError(
+                        f"parameter {name!r} has shape {tuple(anchor.shape)}, the state's {part} "
+                        f"has {shape}"
+                    )
+                if not saved.isfinite().all():
+                    raise ValueError(f"the state's {part} of {name!r} has NaN or infinity")
         if more := state["anchor"].keys() - self._parameters.keys():
             raise ValueError(f"the state has parameters that the model has not: {sorted(more)}")
         self._load_views(self._anchor_flat, state["anchor"])
@@ -337,9 +349,25 @@ class OuterLoop:
     def _round_steps(self) -> int:
         return self._fixed_steps or (self._sampler.share.steps if self._sampler else 0)
 
+    def _check_parameters(self) -> None:
+        """Raise if something is trained that is not averaged: the ranks would drift apart."""
+        known = {id(p) for p in self._parameters.values()}
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and id(p) not in known:
+                    names = [name for name, q in self.model.named_parameters() if q is p]
+                    raise RuntimeError(
+                        f"{self._name}, rank {self.rank}: parameter "
+                        f"{names[0] if names else 'of shape ' + str(tuple(p.shape))!r} is trained "
+                        f"but was frozen, or not there, when {self._name} was made, so it is not "
+                        f"averaged: unfreeze and add parameters first, and make {self._name} again"
+                    )
+
     def _step_done(self) -> None:
         if self._failure is not None:
             raise self._after_failure()
+        if not self._steps:
+            self._check_parameters()
         batch_size = self._sampler.step_done() if self._sampler is not None else 0
         self._timer.step(batch_size)
         self._steps += 1

@@ -255,30 +255,53 @@ class GeoMeshSampler(Sampler[list[int]]):
                     f"the state is of a sampler with {key} {state[key]}, this one has {mine}: "
                     f"the order of samples would differ"
                 )
-        self._epoch = state["epoch"]
-        self._iterator += 1
-        self._rounds.clear()
-        limits = [cost.max_batch_size for cost in self._costs]
-        if state["world_size"] != self.world_size:
-            self._steps_done = self._drawn = 0
-            self._begin_epoch(begin=state["begin"])
-            return
-        if state["rank"] != self.rank and state["steps_done"]:
+        epoch, begin, done = state["epoch"], state["begin"], state["steps_done"]
+        if epoch < 0 or not 0 <= begin <= self.length or done < 0:
             raise ValueError(
-                f"the state was taken by rank {state['rank']} in the middle of a round, this is "
-                f"rank {self.rank}: only states of the ends of rounds are common to all ranks"
+                f"the state is damaged: epoch {epoch}, sample {begin} of {self.length}, {done} "
+                f"steps done"
             )
-        begin = state["begin"]
-        for shares in state["rounds"]:
-            self._rounds.append(_Round(begin, tuple(Share(*share) for share in shares)))
-            begin = self._rounds[-1].begin + self._rounds[-1].samples
-        self._costs = [
-            RankCost(a, c, limit) for (a, c, _), limit in zip(state["costs"], limits, strict=True)
-        ]
+        same_world = state["world_size"] == self.world_size
+        rounds, costs = deque[_Round](), self._costs
+        if same_world:
+            if state["rank"] != self.rank and done:
+                raise ValueError(
+                    f"the state was taken by rank {state['rank']} in the middle of a round, this "
+                    f"is rank {self.rank}: only states of the ends of rounds are common to all "
+                    f"ranks"
+                )
+            end = begin
+            for shares in state["rounds"]:
+                rounds.append(_Round(end, tuple(Share(*share) for share in shares)))
+                end += rounds[-1].samples
+            if (
+                end > self.length
+                or (not rounds and begin < self.length)
+                or any(len(round_.shares) != self.world_size for round_ in rounds)
+                or len(state["costs"]) != self.world_size
+                or done > (rounds[0].shares[self.rank].steps if rounds else 0)
+            ):
+                raise ValueError(
+                    f"the state is damaged: {len(rounds)} rounds from sample {begin} to {end} of "
+                    f"{self.length}, {done} steps done, {len(state['costs'])} ranks' costs"
+                )
+            costs = [
+                RankCost(step_s, sample_s, mine.max_batch_size)
+                for (step_s, sample_s, _), mine in zip(state["costs"], self._costs, strict=True)
+            ]
+        # All is well: nothing below fails.
+        self._epoch = epoch
+        self._iterator += 1
+        if not same_world:
+            self._steps_done = self._drawn = 0
+            self._begin_epoch(begin=begin)
+            return
+        self._rounds = rounds
+        self._costs = costs
         self._measured = state["measured"]
         self._full = None
         self._open = state["open"]
-        self._steps_done = self._drawn = state["steps_done"]
+        self._steps_done = self._drawn = done
 
     # What the training loop calls.
 

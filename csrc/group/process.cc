@@ -97,6 +97,13 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   static std::mutex* mutex = new std::mutex;
   static std::weak_ptr<Process>* running = new std::weak_ptr<Process>;
   std::lock_guard<std::mutex> lock(*mutex);
+  // A fork has its parent's engine, but none of its threads.
+  static pid_t owner = getpid();
+  if (getpid() != owner) {
+    new std::weak_ptr<Process>(std::move(*running));
+    *running = {};
+    owner = getpid();
+  }
   if (std::shared_ptr<Process> process = running->lock()) {
     GM_RETURN_IF_ERROR(CheckAgreement(process->options(), options, given));
     return process;

@@ -252,6 +252,7 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
                                                             std::chrono::milliseconds timeout) {
   TORCH_CHECK(timeout == c10d::kUnsetTimeout || timeout.count() > 0, operation.work.operation,
               ": the timeout must be positive, got ", timeout.count(), " ms");
+  CheckOwner();
   absl::StatusOr<std::shared_ptr<const plan::Program>> program = plans_->Get(operation.shape);
   if (!program.ok()) Throw(program.status());
 
@@ -899,6 +900,7 @@ c10d::ErrorType ProcessGroupGeoMesh::getError() {
 }
 
 void ProcessGroupGeoMesh::abort() {
+  if (getpid() != owner_) return;
   std::shared_ptr<exec::Executor> executor;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -909,6 +911,12 @@ void ProcessGroupGeoMesh::abort() {
 }
 
 void ProcessGroupGeoMesh::shutdown() {
+  if (getpid() != owner_) {  // nothing of it runs here, and nothing of it must be torn down
+    shut_ = true;
+    new std::shared_ptr<exec::Executor>(std::move(executor_));
+    new std::shared_ptr<Process>(std::move(process_));
+    return;
+  }
   std::unique_lock<std::mutex> lock(mutex_);
   if (shut_) return;
   shut_ = true;
@@ -958,7 +966,17 @@ void ProcessGroupGeoMesh::shutdown() {
   if (interrupt) std::rethrow_exception(interrupt);
 }
 
+void ProcessGroupGeoMesh::CheckOwner() const {
+  if (getpid() != owner_) {
+    Throw(absl::FailedPreconditionError(absl::StrCat(
+        "geomesh, rank ", rank_, ": process ", getpid(), " is a fork of process ", owner_,
+        ", which made the group and alone can use it: call it there, or start processes with "
+        "spawn and give each a group of its own")));
+  }
+}
+
 std::shared_ptr<exec::Executor> ProcessGroupGeoMesh::executor() {
+  CheckOwner();
   std::lock_guard<std::mutex> lock(mutex_);
   if (executor_ == nullptr)
     Throw(absl::FailedPreconditionError("geomesh: the group was destroyed"));

@@ -7,6 +7,9 @@
 // number in the group, and the ranks that are missing with their region.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <map>
 #include <memory>
@@ -142,6 +145,9 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   int CheckRoot(const std::string& operation, int64_t root) const;
 
   const c10::intrusive_ptr<Options> options_;
+  void CheckOwner() const;  // throws in a fork of the process that made the group
+
+  const pid_t owner_ = getpid();  // a fork of it has this object, but not the engine's threads
   std::shared_ptr<Process> process_;
   std::unique_ptr<plan::PlanCache> plans_;
   std::vector<std::string> regions_;  // by rank

@@ -57,7 +57,8 @@ class WorkGeoMesh : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   float getDuration() const override;
   uint64_t getSequencenumber() const override { return sequence_; }
-  std::chrono::milliseconds getTimeout() const override { return timeout_; }
+  // Overrides Work's where PyTorch has it (not in 2.11).
+  std::chrono::milliseconds getTimeout() const { return timeout_; }  // NOLINT
 
   // After completion. Bytes of this rank on the wire; token counts of all ranks of a sign
   // all-reduce.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from datetime import timedelta
 
 import pytest
@@ -123,3 +125,41 @@ def wrong_calls() -> None:
 
 def test_wrong_arguments_leave_the_group_usable() -> None:
     run_ranks(2, wrong_calls)
+
+
+def use_in_a_fork() -> None:
+    dist.all_reduce(torch.ones(3))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for act in (
+            lambda: dist.all_reduce(torch.ones(3)),
+            lambda: dist.all_reduce(torch.ones(3), async_op=True),
+            dist.destroy_process_group,
+        ):
+            try:
+                act()
+                said.append("nothing")
+            except RuntimeError as error:
+                said.append(str(error).splitlines()[0])
+        os.write(writing, "\n".join(said).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as answers:  # closed at the child's end, also if it is killed
+        timer = threading.Timer(20, os.kill, (child, signal.SIGKILL))
+        timer.start()
+        lines = answers.read().splitlines()
+        timer.cancel()
+    os.waitpid(child, 0)
+    assert len(lines) == 3, f"the fork hung: {lines}"
+    for line in lines[:2]:
+        assert f"is a fork of process {os.getpid()}" in line
+    assert lines[2] == "nothing"
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert torch.equal(total, torch.full((3,), 2.0))
+
+
+def test_a_fork_is_told_so_and_does_not_hang() -> None:
+    run_ranks(2, use_in_a_fork)

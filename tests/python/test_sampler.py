@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -391,3 +392,24 @@ def test_bad_arguments_are_refused(bad: dict[str, int], reason: str) -> None:
         GeoMeshSampler(10, **bad)
     with pytest.raises(ValueError, match="length"):
         GeoMeshSampler(-1, max_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"begin": -5},
+        {"begin": 1000},
+        {"epoch": -1},
+        {"steps_done": 999},
+        {"rounds": []},
+        {"costs": []},
+        {"rounds": [[(1, 4)]]},
+        {"rank": 1, "steps_done": 1},
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
+    sampler, untouched = (make_samplers(100, [4, 4], inner_steps=4)[0] for _ in range(2))
+    with pytest.raises(ValueError, match=r"damaged|middle of a round"):
+        sampler.load_state_dict({**sampler.state_dict(), **damage})
+    assert sampler.state_dict() == untouched.state_dict()
+    assert list(sampler) == list(untouched)

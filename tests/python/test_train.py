@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Iterator
 
@@ -230,6 +231,63 @@ def test_frozen_parameters_are_untouched_and_tied_ones_count_once() -> None:
             optimizer.step()
     assert model.head.weight is model.embedding.weight
     assert all(torch.equal(v, frozen[k]) for k, v in model.frozen.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "unfrozen between", "added"])
+def test_what_is_trained_but_not_averaged_is_refused(how: str) -> None:
+    model = make_model()
+    named = list(model.named_parameters())
+    name, first = named[0]
+    first.requires_grad_(how == "added")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = GeoMesh(model, optimizer, inner_steps=1)
+    (x, y), *_ = batches(1)
+    with mesh:
+        train_step(model, optimizer, x, y)
+        if how == "added":
+            name = "of shape (3,)"
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        first.requires_grad_(True)
+        if how != "unfrozen between":
+            with pytest.raises(RuntimeError, match=re.escape(name)):
+                train_step(model, optimizer, x, y)
+    with pytest.raises(RuntimeError, match="is not averaged"):
+        mesh.__enter__()
+    assert mesh.round == 1
+
+
+def test_a_loss_of_several_elements_is_refused_at_once() -> None:
+    model = make_model()
+    mesh = GeoMesh(model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=1)
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        mesh.record_loss(torch.ones(3))
+    with pytest.raises(ValueError, match="abc"):
+        mesh.record_loss("abc")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damage", ["left out", "shape", "NaN"])
+@pytest.mark.parametrize("part", ["anchor", "momentum"])
+def test_a_damaged_state_changes_nothing(part: str, damage: str) -> None:
+    model = make_model()
+    mesh = GeoMesh(model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=1)
+    state = copy.deepcopy(mesh.state_dict())
+    name = list(state[part])[-1]
+    for tensors in (state["anchor"], state["momentum"]):
+        for tensor in tensors.values():
+            tensor.fill_(1000)
+    if damage == "left out":
+        del state[part][name]
+    elif damage == "shape":
+        state[part][name] = torch.ones(1)
+    else:
+        state[part][name].view(-1)[-1] = float("nan")
+    before = copy.deepcopy(mesh.state_dict())
+    with pytest.raises(ValueError, match=re.escape(name)):
+        mesh.load_state_dict(state)
+    after = mesh.state_dict()
+    for kind in ("anchor", "momentum"):
+        for key, tensor in before[kind].items():
+            assert torch.equal(after[kind][key], tensor)
 
 
 def test_low_precision_parameters_keep_an_fp32_anchor() -> None:
