@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
+import operator
 import time
 import zlib
 from collections import deque
@@ -31,6 +33,7 @@ _log = logging.getLogger("torch_geomesh")
 
 _STATE_VERSION = 1
 _EVENTS_KEPT = 10_000
+_MOST_TOKENS = 1 << 48  # in one call: sums over steps and ranks stay exact
 # The ranks' reports travel while the last inner steps are computed.
 _REPORT_AT = 0.7
 
@@ -110,9 +113,9 @@ class OuterLoop:
             raise ValueError(f"{self._name} takes either a sampler or inner_steps")
         if inner_steps is not None and inner_steps < 1:
             raise ValueError(f"expected inner_steps >= 1, got {inner_steps}")
-        if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+        if not 0 < outer_lr < math.inf or not 0 <= outer_momentum < 1:
             raise ValueError(
-                f"expected outer_lr > 0 and 0 <= outer_momentum < 1, got {outer_lr} and "
+                f"expected a finite outer_lr > 0 and 0 <= outer_momentum < 1, got {outer_lr} and "
                 f"{outer_momentum}"
             )
         self.model = model
@@ -198,8 +201,12 @@ class OuterLoop:
         Without any call a rank counts its samples (its steps, without a sampler). With one, all
         ranks must count.
         """
-        if tokens < 0:
-            raise ValueError(f"expected tokens >= 0, got {tokens}")
+        try:
+            tokens = operator.index(tokens)
+        except TypeError:
+            raise TypeError(f"expected a whole number of tokens, got {tokens!r}") from None
+        if not 0 <= tokens < _MOST_TOKENS:
+            raise ValueError(f"expected 0 <= tokens < 2**48, got {tokens}")
         self._counts_tokens = True
         self._tokens += tokens
 

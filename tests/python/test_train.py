@@ -265,6 +265,18 @@ def test_a_loss_of_several_elements_is_refused_at_once() -> None:
         mesh.record_loss("abc")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [(-1, ValueError), (2**70, ValueError), (2.5, TypeError), (None, TypeError)]
+)
+def test_a_wrong_token_count_is_refused_at_once(tokens: object, kind: type[Exception]) -> None:
+    model = make_model()
+    mesh = GeoMesh(model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=1)
+    with pytest.raises(kind, match="tokens"):
+        mesh.count_tokens(tokens)  # type: ignore[arg-type]
+    mesh.count_tokens(torch.tensor(7))  # type: ignore[arg-type]
+    assert mesh.state_dict()["tokens"] == 7
+
+
 @pytest.mark.parametrize("damage", ["left out", "shape", "NaN"])
 @pytest.mark.parametrize("part", ["anchor", "momentum"])
 def test_a_damaged_state_changes_nothing(part: str, damage: str) -> None:
