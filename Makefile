@@ -74,7 +74,7 @@ lint: setup ## ruff, mypy and clang-format
 asan tsan: build/.debian ## the C++ tests under AddressSanitizer or ThreadSanitizer
 	@cmake -S . -B build/$@ -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DGEOMESH_SANITIZE=$(if $(filter asan,$@),address,thread) >/dev/null
 	@cmake --build build/$@ -j $(JOBS)
-	@ctest --test-dir build/$@ --output-on-failure --no-tests=error
+	@TSAN_OPTIONS=suppressions=$(CURDIR)/tests/tsan.supp ctest --test-dir build/$@ --output-on-failure --no-tests=error
 
 clean: ## remove what was built; the virtual environment stays
 	@rm -rf build torch_geomesh/*.so torch_geomesh/bin
