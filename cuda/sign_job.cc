@@ -200,14 +200,7 @@ absl::StatusOr<DecodeJob::Addition> DecodeJob::Add(absl::Span<const std::byte> c
   if (weight == 0) return addition;
   total_weight_ += weight;
   const bool some_rows_dead = !parsed.live_rows.empty();
-  if (!some_rows_dead) {
-    all_rows_live_ = true;
-  } else {
-    live_rows_.resize(parsed.live_rows.size(), 0);
-    for (size_t i = 0; i < live_rows_.size(); ++i) {
-      live_rows_[i] = static_cast<uint8_t>(live_rows_[i] | parsed.live_rows[i]);
-    }
-  }
+  codec::JoinRows(parsed, live_rows_, all_rows_live_);
 
   addition.any = blocks_ > 0;
   Layout layout;

@@ -301,4 +301,15 @@ absl::StatusOr<ParsedCode> ParseCode(absl::Span<const std::byte> code,
   return parsed;
 }
 
+void JoinRows(const ParsedCode& code, RowBits& live_rows, bool& all_rows_live) {
+  if (code.live_rows.empty()) {
+    all_rows_live = true;
+    return;
+  }
+  live_rows.resize(code.live_rows.size(), 0);
+  for (size_t i = 0; i < live_rows.size(); ++i) {
+    live_rows[i] = static_cast<uint8_t>(live_rows[i] | code.live_rows[i]);
+  }
+}
+
 }  // namespace geomesh::codec

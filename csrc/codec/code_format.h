@@ -72,4 +72,7 @@ absl::StatusOr<ParsedCode> ParseCode(absl::Span<const std::byte> code,
                                      absl::Span<const Piece> pieces, Range range,
                                      const SignParams& params);
 
+// Adds the rows that `code` has to those of a sum: one bit a row, or all of them.
+void JoinRows(const ParsedCode& code, RowBits& live_rows, bool& all_rows_live);
+
 }  // namespace geomesh::codec

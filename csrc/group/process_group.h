@@ -22,6 +22,7 @@
 #include "group/process.h"
 #include "group/rendezvous.h"
 #include "group/tensors.h"
+#include "group/topology_spec.h"
 #include "group/work.h"
 #include "plan/compile.h"
 #include "plan/topology.h"
@@ -30,16 +31,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace geomesh::group {
-
-// The links of a topology file, read in Python. Empty `regions`: none was given.
-struct TopologySpec {
-  std::string name;  // for errors
-  std::vector<std::string> regions;
-  std::vector<double> bytes_per_s;  // [from * regions + to]
-  std::vector<double> delay_s;      // one way, likewise
-
-  std::string Fingerprint() const;
-};
 
 // What a sign all-reduce takes besides its tensors.
 struct SignArguments {
@@ -144,10 +135,12 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   std::shared_ptr<exec::Executor> executor();
   int CheckRoot(const std::string& operation, int64_t root) const;
 
-  const c10::intrusive_ptr<Options> options_;
-  void CheckOwner() const;  // throws in a fork of the process that made the group
+  // A fork of the process that made the group has this object, but not the engine's threads.
+  bool forked() const { return getpid() != owner_; }
+  void CheckOwner() const;  // throws where forked
 
-  const pid_t owner_ = getpid();  // a fork of it has this object, but not the engine's threads
+  const pid_t owner_ = getpid();
+  const c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Process> process_;
   std::unique_ptr<plan::PlanCache> plans_;
   std::vector<std::string> regions_;  // by rank

@@ -18,6 +18,7 @@
 #define HWY_COMPILE_ALL_ATTAINABLE
 #include "codec/sign.h"
 #include "codec_reference.h"
+#include "codec_values.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "hwy/targets.h"
@@ -75,41 +76,12 @@ struct Vector {
   static constexpr const char* kNames[4] = {"embedding", "weight", "bias", "head"};
 };
 
-enum class Data { kNormal, kDeadRows, kZeroBlocks, kWideRange, kTiny, kSignedZeros };
-constexpr Data kAllData[] = {Data::kNormal,    Data::kDeadRows, Data::kZeroBlocks,
-                             Data::kWideRange, Data::kTiny,     Data::kSignedZeros};
-
 Vector MakeVector(int64_t n, Data data, uint32_t seed) {
   Vector v;
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < n; ++i) v.values.push_back(normal(random));
-  // A table of rows of 24, a piece of one row, the rest in rows of 1,000.
-  const int64_t first = n / 2 / 24 * 24, second = std::min<int64_t>(n - first, 70);
+  v.values = MakeValues(n, data, seed);
+  const auto [first, second] = RowsOf(n);
   v.piece_elements = {first, second, n - first - second};
   v.row_elements = {24, 0, 1000};
-  for (int64_t i = 0; i < n; ++i) {
-    float& x = v.values[i];
-    switch (data) {
-      case Data::kNormal:
-        break;
-      case Data::kDeadRows:
-        if (i < first ? (i / 24 * 2654435761u + seed) % 5 < 2 : (i - first) % 3000 > 2000) x = 0;
-        break;
-      case Data::kZeroBlocks:
-        if (i / 4096 % 3 == seed % 3 || i % 4096 / 64 == 5) x = 0;
-        break;
-      case Data::kWideRange:
-        x = std::ldexp(x, -static_cast<int>(i / 4096 * 11 % 40));
-        break;
-      case Data::kTiny:
-        x = std::ldexp(x, -110 - static_cast<int>(i / 64 % 40));
-        break;
-      case Data::kSignedZeros:
-        if (i % 3 != 0) x = i % 3 == 1 ? -0.0f : 0.0f;
-        break;
-    }
-  }
   return v;
 }
 

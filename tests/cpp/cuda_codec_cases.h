@@ -18,14 +18,19 @@
 #include "codec/pieces.h"
 #include "codec/random.h"
 #include "codec/sign.h"
+#include "codec_values.h"
 #include "gtest/gtest.h"
 #include "train/outer_step.h"
 
 namespace geomesh::cuda_cases {
 
+using codec::Data;
 using codec::EncodeOptions;
+using codec::kAllData;
+using codec::MakeValues;
 using codec::Piece;
 using codec::Range;
+using codec::RowsOf;
 using codec::SignParams;
 
 // Runs the code under test on data in host memory.
@@ -107,58 +112,14 @@ inline void ExpectSameMean(Processor& processor, absl::Span<const Piece> pieces,
   }
 }
 
-enum class Data {
-  kNormal,
-  kDeadRows,
-  kZeroBlocks,
-  kWideRange,
-  kTiny,
-  kDenormals,
-  kSignedZeros,
-  kZero
-};
-inline constexpr Data kAllData[] = {Data::kNormal,      Data::kDeadRows, Data::kZeroBlocks,
-                                    Data::kWideRange,   Data::kTiny,     Data::kDenormals,
-                                    Data::kSignedZeros, Data::kZero};
-
 // A table of rows of 24, an empty piece, a piece of one row, and the rest in rows of 1,000.
 struct Vector {
   std::vector<float> values;
   std::vector<Piece> pieces;
 
   Vector(int64_t n, Data data, uint32_t seed) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    const int64_t first = n / 2 / 24 * 24, second = std::min<int64_t>(n - first, 70);
-    for (int64_t i = 0; i < n; ++i) {
-      float x = normal(random);
-      switch (data) {
-        case Data::kNormal:
-          break;
-        case Data::kDeadRows:
-          if (i < first ? (i / 24 * 2654435761u + seed) % 5 < 2 : (i - first) % 3000 > 2000) x = 0;
-          break;
-        case Data::kZeroBlocks:
-          if (i / 4096 % 3 == seed % 3 || i % 4096 / 64 == 5) x = 0;
-          break;
-        case Data::kWideRange:
-          x = std::ldexp(x, -static_cast<int>(i / 4096 * 11 % 40));
-          break;
-        case Data::kTiny:
-          x = std::ldexp(x, -110 - static_cast<int>(i / 64 % 40));
-          break;
-        case Data::kDenormals:
-          x = std::bit_cast<float>(static_cast<uint32_t>(random() % 5000 | random() % 2 << 31));
-          break;
-        case Data::kSignedZeros:
-          if (i % 3 != 0) x = i % 3 == 1 ? -0.0f : 0.0f;
-          break;
-        case Data::kZero:
-          x = i % 2 == 0 ? 0.0f : -0.0f;
-          break;
-      }
-      values.push_back(x);
-    }
+    const auto [first, second] = RowsOf(n);
+    values = MakeValues(n, data, seed);
     const int64_t lengths[] = {first, 0, second, n - first - second};
     const int64_t rows[] = {24, 5, 0, 1000};
     const char* const names[] = {"embedding", "nothing", "bias", "weight"};

@@ -57,15 +57,7 @@ class HostProcessor : public Processor {
                                                 const codec::EncodeOptions& options) override {
     EncodeJob job(pieces, range, params, options);
     GM_RETURN_IF_ERROR(job.Check());
-    std::vector<std::byte> buffer = Dirty(job.buffer_bytes());
-    if (job.blocks() > 0) {
-      job.Fill(buffer.data());
-      std::memset(buffer.data() + job.failure().offset, 0xFF, job.failure().bytes);
-      std::memset(buffer.data() + job.live_rows().offset, 0, job.live_rows().bytes);
-      const EncodeArgs args = job.Args(buffer.data());
-      ForEachBlock(job.blocks(),
-                   [&](int64_t k, BlockMemory& memory) { EncodeBlock(args, k, memory, threads_); });
-    }
+    std::vector<std::byte> buffer = Start(job);
     std::vector<std::byte> code(static_cast<size_t>(codec::MaxEncodedBytes(pieces, range)));
     GM_ASSIGN_OR_RETURN(const size_t bytes, job.Finish(buffer.data(), absl::MakeSpan(code)));
     code.resize(bytes);

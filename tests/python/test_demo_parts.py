@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_geomesh.demo import data, model, records, run, speeds
+from torch_geomesh.demo import arm, data, model, records, run, speeds
 from torch_geomesh.demo.settings import Settings
 
 # Text and samples.
@@ -224,6 +224,17 @@ def test_only_rounds_complete_on_all_ranks_in_time_count():
     assert [len(own) for own in records.complete_rounds([a, b], until=5)] == [2, 2]
     assert [len(own) for own in records.complete_rounds([a, b], until=4.2)] == [1, 1]
     assert records.complete_rounds([a, []], until=9) == [[], []]
+
+
+def test_a_contribution_is_counted_once_whoever_passes_it_on():
+    def last(sent):
+        return records.Round(1, 0, 1, 2, 1, 1, 1, 0.0, "", bytes_sent=sent, fp32_bytes=3200)
+
+    # Three codes of 100 bytes, each to two ranks; rank 0 passes on what rank 2 sent once.
+    rounds = [[last(0), last(300)], [last(0), last(200)], [last(0), last(100)]]
+    assert arm._contribution(rounds) == {"code": 100, "fp32": 3200}
+    assert arm._contribution([[last(None)], [last(None)]]) is None
+    assert arm._contribution([[last(0)]]) is None
 
 
 def test_identity_is_seen_and_needs_something_to_compare():

@@ -40,8 +40,8 @@ class Settings:
     out: Path
     data: Path | None = None
     topology: str = "azure-4"
-    # With it DiLoCo, at the best settings found for it, spends about the published 65.8 % of its
-    # time on synchronisation: waiting for slower ranks and for the WAN.
+    # With it DiLoCo, in rounds at the best settings found for that (docs/results.md), spends about
+    # the published 65.8 % of its time on synchronisation: waiting for slower ranks and the WAN.
     bandwidth_scale: float = 1 / 61
     seed: int = 0
     speeds: tuple[float, ...] = tuple(region[0] for region in HALOS_SPEEDS)
