@@ -182,6 +182,8 @@ def create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
         options.topology = _topology_spec(options.topology_name)
     store, *meeting = _meeting_place(backend_options)
     options.set_meeting(*meeting)
+    if getattr(backend_options, "enable_reconfigure", False):
+        options.enable_reconfigure = True
     timeout = backend_options.timeout
     options.set_timeout(
         timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)

@@ -12,23 +12,20 @@ namespace {
 
 constexpr size_t kMaxNamed = 16;  // ranks in each of a report's lists
 
-uint64_t QuestionId(uint64_t count) { return kCensusMessages | count << 1; }
-uint64_t AnswerId(uint64_t count) { return kCensusMessages | count << 1 | 1; }
+enum class Mail : uint8_t { kQuestion, kAnswer };
 
 }  // namespace
 
-Census::Census(transport::Engine* engine, uint64_t channel, int rank,
+Census::Census(transport::Engine* engine, Mailbox* mailbox, int rank,
                std::vector<transport::PeerId> peers)
     : engine_(engine),
-      channel_(channel),
+      mailbox_(mailbox),
       rank_(static_cast<size_t>(rank)),
-      peers_(std::move(peers)),
-      questions_(peers_.size(), 0) {}
-
-void Census::Open() {
-  for (size_t rank = 0; rank < peers_.size(); ++rank) {
-    if (rank != rank_) AwaitQuestion(rank);
-  }
+      peers_(std::move(peers)) {
+  mailbox->SetReader(
+      Mailbox::Service::kCensus,
+      {.on_mail = [this](size_t from, absl::string_view text) { OnMail(from, text); },
+       .on_lost = nullptr});
 }
 
 void Census::Note(uint64_t sequence, uint32_t fingerprint, absl::string_view operation) {
@@ -44,26 +41,35 @@ Census::Posted Census::Find(uint64_t sequence) const {
   return posted.sequence == sequence ? posted : Posted{};
 }
 
-void Census::AwaitQuestion(size_t rank) {
-  auto buffer = std::make_shared<std::array<std::byte, sizeof(uint64_t)>>();
-  engine_->Recv(
-      peers_[rank], {{channel_, QuestionId(questions_[rank])}, 0}, absl::MakeSpan(*buffer),
-      [weak = weak_from_this(), rank, buffer](absl::StatusOr<size_t> bytes) {
-        const auto self = weak.lock();
-        if (self == nullptr || !bytes.ok()) return;  // the channel or the peer is gone
-        uint64_t sequence = 0;
-        transport::ByteReader(absl::MakeConstSpan(*buffer).first(*bytes)).Integer(&sequence);
-        const uint64_t count = self->questions_[rank]++;
-        self->SendTo(rank, AnswerId(count),
-                     Serialize({self->Find(self->last_), self->Find(sequence)}));
-        self->AwaitQuestion(rank);
-      });
-}
-
-void Census::SendTo(size_t rank, uint64_t id, std::string bytes) {
-  auto kept = std::make_shared<std::string>(std::move(bytes));
-  engine_->Send(peers_[rank], {{channel_, id}, 0}, transport::AsBytes(*kept),
-                [kept](const absl::Status&) {});
+void Census::OnMail(size_t rank, absl::string_view text) {
+  transport::ByteReader reader(text);
+  uint8_t kind = 0;
+  uint64_t question = 0;
+  if (!reader.Integer(&kind) || !reader.Integer(&question)) return;
+  if (static_cast<Mail>(kind) == Mail::kQuestion) {
+    uint64_t sequence = 0;
+    if (!reader.Integer(&sequence)) return;
+    transport::ByteWriter answer;
+    answer.Integer(static_cast<uint8_t>(Mail::kAnswer));
+    answer.Integer(question);
+    for (const Posted& posted : {Find(last_), Find(sequence)}) {
+      answer.Integer(posted.sequence);
+      answer.Integer(posted.fingerprint);
+      answer.Text(posted.operation, kMaxNameBytes);
+    }
+    mailbox_->Send(rank, Mailbox::Service::kCensus, answer.bytes());
+    return;
+  }
+  if (sequence_ == 0 || question != asked_ || answers_[rank].has_value()) return;
+  Answer answer;
+  for (Posted* posted : {&answer.last, &answer.asked}) {
+    if (!reader.Integer(&posted->sequence) || !reader.Integer(&posted->fingerprint) ||
+        !reader.Text(&posted->operation, kMaxNameBytes)) {
+      return;
+    }
+  }
+  answers_[rank] = std::move(answer);
+  if (--unanswered_ == 0 && done_) std::exchange(done_, nullptr)();
 }
 
 void Census::Ask(uint64_t sequence, std::function<void()> done) {
@@ -72,24 +78,12 @@ void Census::Ask(uint64_t sequence, std::function<void()> done) {
   answers_.assign(peers_.size(), std::nullopt);
   unanswered_ = peers_.size() - 1;
   done_ = std::move(done);
-  const uint64_t count = asked_++;
   transport::ByteWriter question;
+  question.Integer(static_cast<uint8_t>(Mail::kQuestion));
+  question.Integer(++asked_);
   question.Integer(sequence);
   for (size_t rank = 0; rank < peers_.size(); ++rank) {
-    if (rank == rank_) continue;
-    SendTo(rank, QuestionId(count), question.bytes());
-    auto buffer = std::make_shared<std::array<std::byte, kMaxAnswerBytes>>();
-    engine_->Recv(peers_[rank], {{channel_, AnswerId(count)}, 0}, absl::MakeSpan(*buffer),
-                  [weak = weak_from_this(), rank, count, buffer](absl::StatusOr<size_t> bytes) {
-                    const auto self = weak.lock();
-                    if (self == nullptr || self->sequence_ == 0 || count + 1 != self->asked_)
-                      return;
-                    if (!bytes.ok()) return;
-                    self->answers_[rank] =
-                        Parse(transport::AsText(absl::MakeConstSpan(*buffer).first(*bytes)));
-                    if (--self->unanswered_ == 0 && self->done_)
-                      std::exchange(self->done_, nullptr)();
-                  });
+    if (rank != rank_) mailbox_->Send(rank, Mailbox::Service::kCensus, question.bytes());
   }
 }
 
@@ -137,28 +131,6 @@ std::string Census::Report(uint64_t sequence) const {
   list("not known (no answer) of ", silent);
   if (text.empty()) return "; all ranks have called it alike";
   return text;
-}
-
-std::string Census::Serialize(const Answer& answer) {
-  transport::ByteWriter writer;
-  for (const Posted* posted : {&answer.last, &answer.asked}) {
-    writer.Integer(posted->sequence);
-    writer.Integer(posted->fingerprint);
-    writer.Text(posted->operation, kMaxNameBytes);
-  }
-  return writer.bytes();
-}
-
-std::optional<Census::Answer> Census::Parse(absl::string_view bytes) {
-  transport::ByteReader reader(transport::AsBytes(bytes));
-  Answer answer;
-  for (Posted* posted : {&answer.last, &answer.asked}) {
-    if (!reader.Integer(&posted->sequence) || !reader.Integer(&posted->fingerprint) ||
-        !reader.Text(&posted->operation, kMaxNameBytes)) {
-      return std::nullopt;
-    }
-  }
-  return answer;
 }
 
 }  // namespace geomesh::exec

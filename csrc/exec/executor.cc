@@ -5,6 +5,7 @@
 #include <future>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,7 +13,11 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "exec/census.h"
+#include "exec/mailbox.h"
+#include "exec/monitored_barrier.h"
 #include "exec/operation.h"
+#include "exec/point_to_point.h"
+#include "exec/windows.h"
 
 namespace geomesh::exec {
 namespace {
@@ -27,6 +32,7 @@ constexpr absl::Duration kCensusTime = absl::Seconds(1);
 struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::State> {
   struct Entry {
     std::shared_ptr<Operation> operation;
+    bool matched = true;  // false: a receive that does not yet know its message
     uint64_t timer = 0;
     bool has_timer = false;
     absl::Time begin;
@@ -35,12 +41,24 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   void Open();
   void Start(std::shared_ptr<Call> call);
   void Schedule();
+  // Counts a send's or receive's message; returns what receives are matched by that.
+  std::vector<PointToPointCounts::Matched> CountMessage(uint64_t number, Call& call);
+  void Take(const std::vector<PointToPointCounts::Matched>& matched);
   const Operation* QueuedBehind(const Operation& operation) const;
+  absl::Status Explain(const absl::Status& cause, const Operation& operation) const;
+  int RankOf(transport::PeerId peer) const;
+  // The services end with the group.
+  void CloseServices(const absl::Status& reason);
   void SetTimer(Entry& entry, absl::Time when, uint64_t number, void (State::*handler)(uint64_t));
   void BeforeDeadline(uint64_t number);
   void OnDeadline(uint64_t number);
   // The operation has met another one: asks the others what they called, then fails.
   void FailAfterCensus(absl::Status cause, uint64_t number);
+  // A collective's message has come before its receive: remembered, to see that it gets one.
+  void OnEarly(transport::PeerId peer, uint64_t message_id);
+  // A collective has ended here and left a message over.
+  void CheckLeftOver(uint64_t sequence);
+  void FailOverStray(transport::PeerId peer, uint64_t sequence);
   // Ends the group. `culprit`: the operation whose error `cause` is, or null for the group's own.
   // `told`: `cause` is what a peer told, and already names its origin.
   void Fail(absl::Status cause, Operation* culprit, bool told = false);
@@ -53,7 +71,7 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
     // A lost peer is the whole group's trouble, not this operation's.
     const bool lost = cause.code() == absl::StatusCode::kUnavailable;
     const bool different = cause.code() == absl::StatusCode::kFailedPrecondition;
-    if (different && operation.call().fingerprint != 0) {
+    if (different && operation.call().fingerprint != 0 && !operation.call().point_to_point) {
       FailAfterCensus(std::move(cause), operation.number());
     } else {
       Fail(std::move(cause), lost ? nullptr : &operation);
@@ -61,8 +79,14 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   }
 
   std::shared_ptr<ComputeThread> compute_holder;
-  std::shared_ptr<Census> census;
-  bool met_another = false;              // FailAfterCensus is on its way
+  std::shared_ptr<Mailbox> mailbox;
+  std::unique_ptr<Census> census;
+  std::shared_ptr<MonitoredBarrier> monitored_barrier;
+  std::shared_ptr<Windows> windows;
+  PointToPointCounts counts;
+  bool met_another = false;    // FailAfterCensus or FailOverStray is on its way
+  uint64_t last_sequence = 0;  // of the collectives called here
+  std::map<uint64_t, std::vector<std::pair<transport::PeerId, uint64_t>>> early;  // by sequence
   std::map<uint64_t, Entry> operations;  // unfinished, by issue number
   uint64_t next_number = 0;
   size_t not_started = 0;
@@ -91,9 +115,62 @@ void Executor::State::Open() {
                         absl::StrCat(state->engine->DescribePeer(peer), " closed the channel: "));
     state->Fail(absl::Status(status.code(), text), nullptr, /*told=*/true);
   };
+  events.on_unexpected = [weak = weak_from_this()](transport::PeerId peer,
+                                                   const transport::MessageKey& key) {
+    const auto state = weak.lock();
+    if (state == nullptr || state->failed) return;
+    if ((key.id & kPointToPointMessages) != 0) {
+      state->Take(state->counts.OnUnexpected(state->RankOf(peer), key.id));
+    } else if (key.id < kWindowMessages) {
+      state->OnEarly(peer, key.id);
+    }
+  };
+  mailbox = std::make_shared<Mailbox>(engine, channel, peers);
+  census = std::make_unique<Census>(engine, mailbox.get(), rank, peers);
+  monitored_barrier = std::make_shared<MonitoredBarrier>(engine, mailbox.get(), rank, peers);
+  windows = std::make_shared<Windows>(engine, mailbox.get(), channel, peers,
+                                      [weak = weak_from_this()](absl::Status reason) {
+                                        if (const auto state = weak.lock()) {
+                                          state->Fail(std::move(reason), nullptr);
+                                        }
+                                      });
   engine->OpenChannel(channel, std::move(others), std::move(events));
-  census = std::make_shared<Census>(engine, channel, rank, peers);
-  census->Open();
+  mailbox->Open();
+}
+
+int Executor::State::RankOf(transport::PeerId peer) const {
+  return static_cast<int>(std::find(peers.begin(), peers.end(), peer) - peers.begin());
+}
+
+void Executor::State::CloseServices(const absl::Status& reason) {
+  mailbox->Close();
+  monitored_barrier->Close(reason);
+  windows->Close(reason);
+}
+
+std::vector<PointToPointCounts::Matched> Executor::State::CountMessage(uint64_t number,
+                                                                       Call& call) {
+  const PointToPoint& message = *call.point_to_point;
+  if (!message.sending) return counts.Post(number, message.peer, message.tag);
+  call.first_message_id = counts.NextSent(message.peer, message.tag);
+  return {};
+}
+
+void Executor::State::Take(const std::vector<PointToPointCounts::Matched>& matched) {
+  for (const PointToPointCounts::Matched& match : matched) {
+    const auto it = operations.find(match.receive);
+    if (it == operations.end()) continue;
+    Operation& operation = *it->second.operation;
+    Call& call = operation.call();
+    call.first_message_id = match.message_id;
+    if (call.point_to_point->receive_from) {
+      auto program = call.point_to_point->receive_from(match.rank);
+      if (!program.ok()) return Fail(program.status(), &operation);
+      call.program = *std::move(program);
+    }
+    it->second.matched = true;
+  }
+  if (!matched.empty()) Schedule();
 }
 
 void Executor::State::Start(std::shared_ptr<Call> call) {
@@ -120,14 +197,25 @@ void Executor::State::Start(std::shared_ptr<Call> call) {
   entry.operation = *std::move(operation);
   entry.begin = absl::Now();
   ++not_started;
-  // Only collectives have a fingerprint.
-  if (call->fingerprint != 0) census->Note(call->sequence, call->fingerprint, call->operation);
+  std::vector<PointToPointCounts::Matched> matched;
+  if (call->point_to_point.has_value()) {
+    entry.matched = call->point_to_point->sending;
+    matched = CountMessage(number, *call);
+  } else {
+    call->first_message_id = call->sequence << kMessageBits;
+    last_sequence = std::max(last_sequence, call->sequence);
+    if (call->fingerprint != 0) census->Note(call->sequence, call->fingerprint, call->operation);
+  }
   if (call->deadline != absl::InfiniteFuture()) {
     const absl::Duration early =
         std::clamp((call->deadline - entry.begin) / 10, absl::ZeroDuration(), kCensusTime);
     SetTimer(entry, call->deadline - early, number, &State::BeforeDeadline);
   }
-  Schedule();
+  if (matched.empty()) {
+    Schedule();
+  } else {
+    Take(matched);
+  }
 }
 
 void Executor::State::SetTimer(Entry& entry, absl::Time when, uint64_t number,
@@ -146,11 +234,21 @@ const Operation* Executor::State::QueuedBehind(const Operation& operation) const
   return nullptr;
 }
 
+absl::Status Executor::State::Explain(const absl::Status& cause, const Operation& operation) const {
+  std::string not_begun;
+  if (!operations.at(operation.number()).matched) {
+    not_begun = ": no message with its tag has come";
+  } else if (const Operation* behind = QueuedBehind(operation); behind != nullptr) {
+    not_begun = absl::StrCat(", behind ", behind->Name());
+  }
+  return operation.Explain(cause, not_begun);
+}
+
 // Starts what may start. The oldest collective always may (its conflicts are with older ones
 // only), on every rank alike, so turns can't deadlock.
 void Executor::State::Schedule() {
   schedule_again = true;
-  if (scheduling) return;
+  if (scheduling || met_another) return;  // what has not begun does not begin any more
   scheduling = true;
   while (schedule_again && not_started > 0 && !failed) {
     schedule_again = false;
@@ -160,7 +258,8 @@ void Executor::State::Schedule() {
       const uint64_t number = it->first;
       const std::shared_ptr<Operation> operation = it->second.operation;
       if (!operation->point_to_point()) ++in_flight;
-      if (!operation->started() && (operation->point_to_point() || in_flight <= kMaxInFlight) &&
+      if (!operation->started() && it->second.matched &&
+          (operation->point_to_point() || in_flight <= kMaxInFlight) &&
           QueuedBehind(*operation) == nullptr) {
         --not_started;
         operation->Start();
@@ -178,8 +277,11 @@ void Executor::State::OnEnded(Operation& operation, const absl::Status& status) 
   operations.erase(it);
   if (!operation.started()) --not_started;
   if (entry.has_timer) engine->CancelTimer(entry.timer);
-  if (operation.call().fingerprint != 0) census->Forget(operation.call().sequence);
+  if (!operation.call().point_to_point) census->Forget(operation.call().sequence);
+  const bool collective = !operation.call().point_to_point;
+  const uint64_t sequence = operation.call().sequence;
   std::move(operation.call().done)(status, operation.outcome());
+  if (!failed && collective) CheckLeftOver(sequence);
   if (operations.empty() && drained != nullptr) {
     drained->set_value();
     return;
@@ -192,7 +294,7 @@ void Executor::State::BeforeDeadline(uint64_t number) {
   if (it == operations.end()) return;
   const Call& call = it->second.operation->call();
   SetTimer(it->second, call.deadline, number, &State::OnDeadline);
-  if (!failed && call.fingerprint != 0) census->Ask(call.sequence);
+  if (!failed && call.fingerprint != 0 && !call.point_to_point) census->Ask(call.sequence);
 }
 
 void Executor::State::FailAfterCensus(absl::Status cause, uint64_t number) {
@@ -208,12 +310,52 @@ void Executor::State::FailAfterCensus(absl::Status cause, uint64_t number) {
   census->Ask(operations.at(number).operation->call().sequence, fail);
 }
 
+void Executor::State::OnEarly(transport::PeerId peer, uint64_t message_id) {
+  const uint64_t sequence = message_id >> kMessageBits;
+  if (sequence <= last_sequence &&
+      std::none_of(operations.begin(), operations.end(), [&](const auto& entry) {
+        const Call& call = entry.second.operation->call();
+        return !call.point_to_point && call.sequence == sequence;
+      })) {
+    return FailOverStray(peer, sequence);
+  }
+  early[sequence].emplace_back(peer, message_id);
+}
+
+void Executor::State::CheckLeftOver(uint64_t sequence) {
+  const auto it = early.find(sequence);
+  if (it == early.end()) return;
+  const auto messages = std::move(it->second);
+  early.erase(it);
+  for (const auto& [peer, id] : messages) {
+    if (engine->IsUnexpected(peer, {channel, id})) return FailOverStray(peer, sequence);
+  }
+}
+
+void Executor::State::FailOverStray(transport::PeerId peer, uint64_t sequence) {
+  if (met_another) return;
+  met_another = true;
+  const absl::Status cause = absl::FailedPreconditionError(absl::StrCat(
+      "sequence ", sequence, ": ", engine->DescribePeer(peer),
+      " sent a message for it that this rank's operation does not take: the ranks have called "
+      "different operations, or with different roots or sizes"));
+  const auto fail = [weak = weak_from_this(), cause, sequence] {
+    const auto state = weak.lock();
+    if (state == nullptr) return;
+    state->Fail(
+        absl::Status(cause.code(), absl::StrCat(cause.message(), state->census->Report(sequence))),
+        nullptr);
+  };
+  engine->AddTimer(absl::Now() + kCensusTime, fail);
+  census->Ask(sequence, fail);
+}
+
 void Executor::State::OnDeadline(uint64_t number) {
   const auto it = operations.find(number);
   if (it == operations.end()) return;
   it->second.has_timer = false;
   Fail(absl::DeadlineExceededError(
-           absl::StrFormat("not done at its deadline, %.1f s after its start",
+           absl::StrFormat("not done within its timeout of %.1f s",
                            absl::ToDoubleSeconds(absl::Now() - it->second.begin))),
        it->second.operation.get());
 }
@@ -228,9 +370,9 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
   if (failed) return;
   failed = true;
   if (culprit != nullptr) {
-    cause = culprit->Explain(cause, QueuedBehind(*culprit));
+    cause = Explain(cause, *culprit);
     const Call& call = culprit->call();
-    if (call.fingerprint != 0) {
+    if (call.fingerprint != 0 && !call.point_to_point) {
       cause =
           absl::Status(cause.code(), absl::StrCat(cause.message(), census->Report(call.sequence)));
     }
@@ -249,7 +391,7 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
           reason.code(),
           absl::StrCat(operation.Name(), ": ended with its group, because of ", reason.message())));
     } else {
-      operation.Stop(operation.Explain(reason, QueuedBehind(operation)));
+      operation.Stop(Explain(reason, operation));
     }
   }
 
@@ -263,6 +405,7 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
            : absl::Status(reason.code(), absl::StrCat(engine->DescribePeer(peers[rank]),
                                                       " reported: ", reason.message()));
   engine->CloseChannel(channel, tell, others);
+  CloseServices(reason);
   for (const std::shared_ptr<Operation>& operation : pending) operation->EndIfIdle();
 }
 
@@ -274,7 +417,9 @@ void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
   } else if (!failed) {
     // Nothing is due to anybody: whoever still works among themselves is left in peace.
     failed = true;
-    engine->CloseChannel(channel, Record(absl::CancelledError("the group was destroyed")), {});
+    const absl::Status reason = Record(absl::CancelledError("the group was destroyed"));
+    engine->CloseChannel(channel, reason, {});
+    CloseServices(reason);
   }
   if (operations.empty()) {
     promise->set_value();
@@ -315,6 +460,18 @@ void Executor::Abort(absl::Status reason) {
   if (reason.ok()) reason = absl::CancelledError("aborted");
   reason = state_->Record(reason);
   state_->engine->Post([state = state_, reason] { state->Fail(reason, nullptr); });
+}
+
+void Executor::EnterMonitoredBarrier(absl::Time deadline, absl::Duration timeout, bool all,
+                                     std::function<void(const absl::Status&)> done) {
+  state_->engine->Post([state = state_, deadline, timeout, all, done = std::move(done)]() mutable {
+    state->monitored_barrier->Enter(deadline, timeout, all, std::move(done));
+  });
+}
+
+void Executor::WithWindows(absl::AnyInvocable<void(Windows&) &&> work) {
+  state_->engine->Post(
+      [state = state_, work = std::move(work)]() mutable { std::move(work)(*state->windows); });
 }
 
 absl::Status Executor::health() const {

@@ -12,7 +12,8 @@
 //
 // Failure. What is wrong with a call itself (blocks that don't fit the program, a reduction that
 // its dtype has not) ends that call alone, with InvalidArgument, before a byte leaves: ranks that
-// call alike are refused alike. Everything later ends the group: a deadline, a lost peer, a
+// call alike are refused alike. Everything later ends the group (also a message that no call here
+// expects, where this rank has called what it belongs to): a deadline, a lost peer, a
 // message of a wrong size, a NaN in a sign all-reduce, Abort. The first reason wins; every pending
 // call ends with it, the group's other ranks are told and end theirs ("rank 2 on host b (eastasia)
 // reported: ..."), and later calls are refused with it. A new group must be made then: after a
@@ -27,17 +28,22 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "base/dtype.h"
 #include "codec/sign.h"
+#include "exec/point_to_point.h"
 #include "exec/reduce.h"
+#include "exec/windows.h"
 #include "plan/program.h"
 #include "transport/engine.h"
 
@@ -45,6 +51,9 @@ namespace geomesh::exec {
 
 // Collectives of a group at work at the same time; later ones queue.
 inline constexpr int kMaxInFlight = 64;
+
+// A collective's messages have the ids from sequence << kMessageBits on.
+inline constexpr int kMessageBits = 24;
 
 // A run of elements in the caller's memory.
 struct Block {
@@ -66,6 +75,17 @@ struct SignCall {
 struct Outcome {
   uint64_t bytes_sent = 0, bytes_received = 0;
   uint64_t total_weight = 0;  // sign all-reduce: of all ranks; 0 too where there are no elements
+  int source = kAnyRank;      // of a receive: the rank that sent
+};
+
+// What a send or receive is besides its program.
+struct PointToPoint {
+  int peer = 0;  // kAnyRank: whose message comes first (receives only)
+  uint32_t tag = 0;
+  bool sending = false;
+  // Of a receive from any rank: its program when the message has come from `rank`.
+  std::function<absl::StatusOr<std::shared_ptr<const plan::Program>>(int rank)> receive_from =
+      nullptr;
 };
 
 struct Call {
@@ -74,9 +94,12 @@ struct Call {
   DType dtype = DType::kF32;
   ReduceOp op = ReduceOp::kSum;    // of reducing collectives; the others leave it
   std::shared_ptr<SignCall> sign;  // kSignAllReduce only
-  uint64_t sequence = 0;           // of the operation in its group, for errors
-  uint64_t first_message_id =
-      0;  // key id of the program's message 0, equal on the ranks concerned; message m has + m
+  // Of the operation in its group. A collective has the same one on all ranks, one that no other
+  // has, and larger ones have begun later; a send or receive has that of the last collective.
+  uint64_t sequence = 0;
+  // Set by the executor: key id of the program's message 0; message m has + m.
+  uint64_t first_message_id = 0;
+  std::optional<PointToPoint> point_to_point;
   uint32_t fingerprint =
       0;  // of op, dtype and sizes where these must be equal on all ranks; 0: not checked
   std::string operation;  // "all_reduce(float32, 1048576)", for errors
@@ -102,6 +125,13 @@ class Executor {
   // Any thread. Ends everything pending with `reason`, tells the group's other ranks, and refuses
   // what comes later.
   void Abort(absl::Status reason);
+
+  // Any thread. `done` runs on the engine thread; for the rest see monitored_barrier.h.
+  void EnterMonitoredBarrier(absl::Time deadline, absl::Duration timeout, bool all,
+                             std::function<void(const absl::Status&)> done);
+
+  // Any thread. Runs `work` on the engine thread.
+  void WithWindows(absl::AnyInvocable<void(Windows&) &&> work);
 
   // OK, or the first reason why this group can't go on.
   absl::Status health() const;

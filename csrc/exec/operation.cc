@@ -388,6 +388,9 @@ Outcome Operation::outcome() const {
     // Every finished slice holds all contributions, so any of them will do.
     if (accumulator != nullptr) outcome.total_weight = accumulator->total_weight();
   }
+  if (const auto& message = call_->point_to_point; message.has_value() && !message->sending) {
+    outcome.source = call_->program->steps.empty() ? group_->rank : call_->program->steps[0].peer;
+  }
   return outcome;
 }
 
@@ -399,6 +402,12 @@ std::string Operation::Name() const {
 
 absl::Status Operation::MessageError(const Step& step, const absl::Status& status) const {
   if (status.code() == absl::StatusCode::kUnavailable) return status;  // says who is lost, and how
+  if (status.code() == absl::StatusCode::kFailedPrecondition && point_to_point()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(step.kind == StepKind::kRecv ? "receiving from " : "sending to ",
+                     group_->engine->DescribePeer(group_->peers[step.peer]),
+                     ": the two sides give tensors of different dtypes"));
+  }
   return absl::Status(
       status.code(),
       absl::StrCat(step.kind == StepKind::kRecv ? "receiving from " : "sending to ",
@@ -451,14 +460,12 @@ std::string Operation::WaitingFor() const {
   return text;
 }
 
-absl::Status Operation::Explain(const absl::Status& cause, const Operation* queued_behind) const {
+absl::Status Operation::Explain(const absl::Status& cause, absl::string_view not_begun) const {
   std::string text =
       absl::StrCat(Name(), ": ", cause.message(), "; ", sent_bytes_, " of ", due_sent_bytes_,
                    " bytes sent, ", received_bytes_, " of ", due_received_bytes_, " received");
   if (!started_) {
-    absl::StrAppend(
-        &text, "; not begun",
-        queued_behind == nullptr ? "" : absl::StrCat(", behind ", queued_behind->Name()));
+    absl::StrAppend(&text, "; not begun", not_begun);
   } else if (const std::string waiting = WaitingFor(); !waiting.empty()) {
     absl::StrAppend(&text, "; ", waiting);
   }

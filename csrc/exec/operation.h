@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "codec/sign.h"
 #include "exec/compute.h"
@@ -56,7 +57,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   uint64_t number() const { return number_; }  // in issue order
   bool started() const { return started_; }
-  bool point_to_point() const { return call_->program->steps.size() <= 1; }
+  bool point_to_point() const { return call_->point_to_point.has_value(); }
   Call& call() { return *call_; }
   Outcome outcome() const;
 
@@ -69,8 +70,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // After Stop: ends the operation if nothing is under way.
   void EndIfIdle();
 
-  // `cause` with the operation's name and number, bytes done of bytes due, and what it waits for.
-  absl::Status Explain(const absl::Status& cause, const Operation* queued_behind) const;
+  // `cause` with the operation's name and number, bytes done of bytes due, and what it waits for;
+  // where it has not begun, with `not_begun`.
+  absl::Status Explain(const absl::Status& cause, absl::string_view not_begun) const;
   std::string Name() const;  // "all_reduce(float32, 8), sequence 3"
 
  private:

@@ -22,9 +22,13 @@ DeviceCopies::Lane& DeviceCopies::LaneOf(const at::Tensor& tensor) {
 }
 
 at::Tensor DeviceCopies::HostMemory(const at::Tensor& tensor) {
+  return HostMemory(tensor, tensor.scalar_type());
+}
+
+at::Tensor DeviceCopies::HostMemory(const at::Tensor& tensor, at::ScalarType type) {
   LaneOf(tensor);
   return at::empty(tensor.sizes(),
-                   tensor.options().device(at::kCPU).pinned_memory(true).memory_format(
+                   tensor.options().dtype(type).device(at::kCPU).pinned_memory(true).memory_format(
                        at::MemoryFormat::Contiguous));
 }
 

@@ -21,6 +21,7 @@ class DeviceCopies {
  public:
   // Pinned host memory of the tensor's shape and dtype, without values. On the thread of the call.
   at::Tensor HostMemory(const at::Tensor& tensor);
+  at::Tensor HostMemory(const at::Tensor& tensor, at::ScalarType type);  // of another dtype
   // Puts a copy of the tensor's values into `host`; there when ReadsDone. Likewise.
   void Read(const at::Tensor& tensor, const at::Tensor& host);
 

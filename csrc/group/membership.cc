@@ -16,67 +16,125 @@ namespace {
 
 absl::Duration ToDuration(std::chrono::milliseconds ms) { return absl::Milliseconds(ms.count()); }
 
+void Check(const absl::Status& status) {
+  if (!status.ok()) Throw(absl::Status(status.code(), absl::StrCat("geomesh: ", status.message())));
+}
+
 }  // namespace
 
 ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                          int size, c10::intrusive_ptr<Options> options)
     : c10d::Backend(rank, size), options_(std::move(options)), timeout_(options_->timeout) {
+  AcquireProcess();
+  if (!options_->enable_reconfigure) {
+    const absl::Time deadline = absl::Now() + ToDuration(timeout_);
+    Meeting meeting = options_->meeting;
+    for (int r = 0; options_->meeting.members.empty() && r < size; ++r)
+      meeting.members.push_back(r);
+    TORCH_CHECK(meeting.members.size() == static_cast<size_t>(size), "geomesh: a group of ", size,
+                " ranks with ", meeting.members.size(), " members");
+    absl::StatusOr<Rendezvous> met = Meet(*store, OwnRecord(), meeting, deadline);
+    Check(met.status());
+    Connect(std::move(met->records), met->channel);
+  }
+  init();
+}
+
+ProcessGroupGeoMesh::ProcessGroupGeoMesh(const ProcessGroupGeoMesh& parent,
+                                         const std::vector<int>& members, uint64_t channel,
+                                         c10::intrusive_ptr<Options> options)
+    : c10d::Backend(static_cast<int>(std::find(members.begin(), members.end(), parent.rank_) -
+                                     members.begin()),
+                    static_cast<int>(members.size())),
+      options_(std::move(options)),
+      timeout_(options_->timeout) {
+  AcquireProcess();
+  std::vector<transport::PeerRecord> records;
+  {
+    std::lock_guard<std::mutex> lock(parent.mutex_);
+    for (const int member : members) {
+      transport::PeerRecord record = parent.records_.at(member);
+      record.rank = static_cast<int>(records.size());
+      records.push_back(std::move(record));
+    }
+  }
+  Connect(std::move(records), channel);
+  init();
+}
+
+void ProcessGroupGeoMesh::AcquireProcess() {
   TORCH_CHECK(timeout_.count() > 0, "geomesh: the timeout must be positive, got ", timeout_.count(),
               " ms");
-  const absl::Time deadline = absl::Now() + ToDuration(timeout_);
-  auto check = [](const absl::Status& status) {
-    if (!status.ok())
-      Throw(absl::Status(status.code(), absl::StrCat("geomesh: ", status.message())));
-  };
   absl::StatusOr<std::shared_ptr<Process>> process =
       Process::Acquire(options_->engine, options_->given);
-  TORCH_CHECK_VALUE(!absl::IsInvalidArgument(process.status()), "geomesh, rank ", rank, ": ",
+  TORCH_CHECK_VALUE(!absl::IsInvalidArgument(process.status()), "geomesh, rank ", rank_, ": ",
                     std::string(process.status().message()));
-  check(process.status());
+  Check(process.status());
   process_ = *std::move(process);
-  transport::Engine& engine = process_->engine();
+}
 
+transport::PeerRecord ProcessGroupGeoMesh::OwnRecord() const {
+  transport::Engine& engine = process_->engine();
   transport::PeerRecord own;
   own.uid = engine.uid();
-  own.rank = rank;
+  own.rank = rank_;
   own.host = HostName();
   own.region = process_->options().region;
   own.wire = std::string(engine.wire_name());
   own.address = engine.address();
   own.topology_fingerprint = options_->topology.Fingerprint();
-  Meeting meeting = options_->meeting;
-  for (int r = 0; options_->meeting.members.empty() && r < size; ++r) meeting.members.push_back(r);
-  TORCH_CHECK(meeting.members.size() == static_cast<size_t>(size), "geomesh: a group of ", size,
-              " ranks with ", meeting.members.size(), " members");
-  absl::StatusOr<Rendezvous> met = Meet(*store, own, meeting, deadline);
-  check(met.status());
-  channel_ = met->channel;
-  for (const transport::PeerRecord& record : met->records) {
-    if (record.topology_fingerprint != own.topology_fingerprint) {
-      check(absl::FailedPreconditionError(absl::StrCat(
-          "rank ", record.rank, " (host ", record.host, ") uses another topology than rank ", rank,
-          ": all ranks need the same GEOMESH_TOPOLOGY. There: ", record.topology_fingerprint,
-          "; here: ", own.topology_fingerprint)));
-    }
-    regions_.push_back(record.region);
-  }
-  absl::StatusOr<plan::Topology> topology = MakeTopology(options_->topology, met->records);
-  check(topology.status());
-  plans_ = std::make_unique<plan::PlanCache>(*std::move(topology), rank);
+  return own;
+}
 
+void ProcessGroupGeoMesh::Connect(std::vector<transport::PeerRecord> records, uint64_t channel) {
+  const std::string own_fingerprint = options_->topology.Fingerprint();
+  for (const transport::PeerRecord& record : records) {
+    if (record.topology_fingerprint != own_fingerprint) {
+      Check(absl::FailedPreconditionError(absl::StrCat(
+          "rank ", record.rank, " (host ", record.host, ") uses another topology than rank ", rank_,
+          ": all ranks need the same GEOMESH_TOPOLOGY. There: ", record.topology_fingerprint,
+          "; here: ", own_fingerprint)));
+    }
+  }
+  absl::StatusOr<plan::Topology> topology = MakeTopology(options_->topology, records);
+  Check(topology.status());
+  auto plans = std::make_shared<plan::PlanCache>(*std::move(topology), rank_);
+
+  transport::Engine& engine = process_->engine();
   absl::StatusOr<std::vector<transport::PeerId>> peers =
       engine.Call([&]() -> absl::StatusOr<std::vector<transport::PeerId>> {
         std::vector<transport::PeerId> ids;
-        for (const transport::PeerRecord& record : met->records) {
+        for (const transport::PeerRecord& record : records) {
           absl::StatusOr<transport::PeerId> id = engine.AddPeer(record);
           if (!id.ok()) return id.status();
           ids.push_back(*id);
         }
         return ids;
       });
-  check(peers.status());
-  executor_ = std::make_shared<exec::Executor>(&engine, channel_, rank, *std::move(peers));
-  init();
+  Check(peers.status());
+  auto executor = std::make_shared<exec::Executor>(&engine, channel, rank_, *std::move(peers));
+  std::lock_guard<std::mutex> lock(mutex_);
+  records_ = std::move(records);
+  channel_ = channel;
+  plans_ = std::move(plans);
+  executor_ = std::move(executor);
+}
+
+std::vector<std::string> ProcessGroupGeoMesh::regions() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::string> regions;
+  for (const transport::PeerRecord& record : records_) regions.push_back(record.region);
+  return regions;
+}
+
+uint64_t ProcessGroupGeoMesh::channel() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return channel_;
+}
+
+bool ProcessGroupGeoMesh::isInitialized() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return executor_ != nullptr;
 }
 
 ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
@@ -88,6 +146,7 @@ ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
 }
 
 c10d::ErrorType ProcessGroupGeoMesh::getError() {
+  if (!isInitialized() && !forked()) return c10d::ErrorType::SUCCESS;  // nothing has gone wrong yet
   const absl::Status health = executor()->health();
   if (health.ok()) return c10d::ErrorType::SUCCESS;
   return absl::IsDeadlineExceeded(health) ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::COMM_ERROR;
@@ -101,6 +160,7 @@ void ProcessGroupGeoMesh::abort() {
     executor = executor_;
   }
   if (executor == nullptr) return;  // the group has ended already
+  RunAbortHooks();
   executor->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " aborted the group")));
 }
 
@@ -172,8 +232,7 @@ void ProcessGroupGeoMesh::CheckOwner() const {
 std::shared_ptr<exec::Executor> ProcessGroupGeoMesh::executor() {
   CheckOwner();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (executor_ == nullptr)
-    Throw(absl::FailedPreconditionError("geomesh: the group was destroyed"));
+  if (executor_ == nullptr) Throw(Usable());
   return executor_;
 }
 

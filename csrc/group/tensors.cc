@@ -46,6 +46,23 @@ at::Tensor Staging::Sink(const at::Tensor& tensor) {
   return staged;
 }
 
+at::Tensor Staging::Sink(const at::Tensor& tensor, at::ScalarType type) {
+  if (tensor.scalar_type() == type) return Sink(tensor);
+  Check(tensor, /*written=*/true);
+  at::Tensor staged = tensor.is_cuda()
+                          ? copies_.HostMemory(tensor, type)
+                          : at::empty(tensor.sizes(), at::TensorOptions(at::kCPU).dtype(type));
+  back_.push_back({tensor, staged});
+  return staged;
+}
+
+at::Tensor Staging::InPlace(const at::Tensor& tensor, const at::Tensor& values) {
+  Check(tensor, /*written=*/true);
+  at::Tensor memory = Source(values);
+  back_.push_back({tensor, memory});
+  return memory;
+}
+
 at::Tensor Staging::InPlace(const at::Tensor& tensor) {
   at::Tensor memory = Sink(tensor);
   if (tensor.is_cuda()) {

@@ -29,10 +29,14 @@ class Staging {
 
   // Memory with the tensor's values, for reading.
   at::Tensor Source(const at::Tensor& tensor);
-  // Memory that becomes the tensor's values.
+  // Memory that becomes the tensor's values; of the tensor's dtype, or of another one that is
+  // converted at the end.
   at::Tensor Sink(const at::Tensor& tensor);
+  at::Tensor Sink(const at::Tensor& tensor, at::ScalarType type);
   // Both.
   at::Tensor InPlace(const at::Tensor& tensor);
+  // Memory with `values` (of the tensor's shape, a copy on its device) that becomes the tensor's.
+  at::Tensor InPlace(const at::Tensor& tensor, const at::Tensor& values);
 
   // Whether some memory is still on its way from a GPU. ReadsDone never blocks; it throws what the
   // GPU reports.

@@ -11,6 +11,7 @@ namespace geomesh::group {
 namespace {
 
 std::atomic<void (*)()> interrupt_check{nullptr};
+std::atomic<uint64_t> next_completion_key{1};
 
 }  // namespace
 
@@ -37,7 +38,9 @@ WorkGeoMesh::WorkGeoMesh(Description description)
     : c10d::Work(description.rank, description.type, description.profiling_title,
                  std::optional<std::vector<at::Tensor>>(std::move(description.inputs))),
       operation_(std::move(description.operation)),
+      type_(description.type),
       sequence_(description.sequence),
+      completion_key_(next_completion_key++),
       timeout_(description.timeout),
       outputs_(std::move(description.outputs)),
       expire_(std::move(description.expire)),
@@ -112,6 +115,16 @@ float WorkGeoMesh::getDuration() const {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(completed_, operation_, " has no duration yet: it isn't done");
   return std::chrono::duration<float, std::milli>(end_ - start_).count();
+}
+
+int WorkGeoMesh::sourceRank() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return outcome_.source;
+}
+
+std::shared_ptr<c10d::WorkInfo> WorkGeoMesh::Info() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::make_shared<c10d::WorkInfo>(type_, sequence_, start_, end_, end_ - start_);
 }
 
 exec::Outcome WorkGeoMesh::outcome() const {

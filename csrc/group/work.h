@@ -47,7 +47,8 @@ class WorkGeoMesh : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  int sourceRank() const override { return source_rank_; }
+  // Of a receive that is done: whose message it was.
+  int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   // Orders the current streams behind the results; where none is on a GPU, nothing.
   void synchronize() override;
@@ -57,6 +58,8 @@ class WorkGeoMesh : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   float getDuration() const override;
   uint64_t getSequencenumber() const override { return sequence_; }
+  // Overrides Work's where PyTorch has it: never used again in this process.
+  uint64_t getCompletionKey() const { return completion_key_; }  // NOLINT
   // Overrides Work's where PyTorch has it (not in 2.11).
   std::chrono::milliseconds getTimeout() const { return timeout_; }  // NOLINT
 
@@ -68,13 +71,16 @@ class WorkGeoMesh : public c10d::Work {
   // that results were put on are current.
   void Complete(const absl::Status& status, const exec::Outcome& outcome);
 
-  void SetSourceRank(int rank) { source_rank_ = rank; }
+  // After completion.
+  std::shared_ptr<c10d::WorkInfo> Info() const;
 
  private:
   void Expire(const absl::Status& reason);
 
   const std::string operation_;
+  const c10d::OpType type_;
   const uint64_t sequence_;
+  const uint64_t completion_key_;
   const std::chrono::milliseconds timeout_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::vector<at::Tensor> outputs_;
@@ -82,7 +88,6 @@ class WorkGeoMesh : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::chrono::steady_clock::time_point end_;  // guarded by mutex_, as the base's state
   exec::Outcome outcome_;                      // guarded by mutex_
-  std::atomic<int> source_rank_{-1};
 };
 
 // One handle for several works that were issued together: done when all are, failed when one did.

@@ -306,6 +306,12 @@ void Core::OpenChannel(uint64_t channel, std::vector<PeerId> peers, Engine::Chan
     closed_early_.erase(it);
     if (FindPeer(id) != nullptr) OnPeerClosedChannel(FindPeer(id), channel, reason);
   }
+  if (!opened->events.on_unexpected) return;
+  for (const PeerId id : opened->peers) {
+    if (Peer* peer = FindPeer(id); peer != nullptr) {
+      for (const MessageKey& key : peer->Unexpected(channel)) OnUnexpected(peer, key);
+    }
+  }
 }
 
 uint64_t Core::AddTimer(absl::Time when, EventLoop::Work work) {
@@ -483,6 +489,13 @@ void Core::OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status&
     if (it == channels_.end() || it->second != opened || !opened->events.on_closed) return;
     opened->events.on_closed(peer, reason);
   });
+}
+
+void Core::OnUnexpected(Peer* peer, const MessageKey& key) {
+  const auto it = channels_.find(key.channel);
+  if (it == channels_.end()) return;
+  const std::shared_ptr<Channel> channel = it->second;  // the handler may close it
+  if (channel->events.on_unexpected) channel->events.on_unexpected(peer->id(), key);
 }
 
 }  // namespace geomesh::transport

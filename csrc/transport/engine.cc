@@ -97,6 +97,11 @@ void Engine::OpenChannel(uint64_t channel, std::vector<PeerId> peers, ChannelEve
   core_->OpenChannel(channel, std::move(peers), std::move(events));
 }
 
+bool Engine::IsUnexpected(PeerId peer, const MessageKey& key) const {
+  const Peer* found = core_->FindPeer(peer);
+  return found != nullptr && found->IsUnexpected(key);
+}
+
 uint64_t Engine::AddTimer(absl::Time when, absl::AnyInvocable<void() &&> work) {
   return core_->AddTimer(when, std::move(work));
 }

@@ -176,12 +176,18 @@ class Engine {
   void CloseChannel(uint64_t channel, const absl::Status& reason, absl::Span<const PeerId> tell);
 
   // `on_peer_lost` runs for each peer of the channel when it is given up; `on_closed` when a peer
-  // closed the channel.
+  // closed the channel; `on_unexpected` when a message for which no receive is posted has begun to
+  // come, or waits at its sender for room: once or more often for each, and for those that were
+  // there before the channel was opened.
   struct ChannelEvents {
     absl::AnyInvocable<void(PeerId, const absl::Status&)> on_peer_lost;
     absl::AnyInvocable<void(PeerId, const absl::Status&)> on_closed;
+    absl::AnyInvocable<void(PeerId, const MessageKey&)> on_unexpected;
   };
   void OpenChannel(uint64_t channel, std::vector<PeerId> peers, ChannelEvents events);
+
+  // Something of this message has come from the peer, and no receive has been posted for it.
+  bool IsUnexpected(PeerId peer, const MessageKey& key) const;
 
   // Runs `work` on the engine thread at `when` (deadlines). Returns an id for CancelTimer; a timer
   // that ran is forgotten.

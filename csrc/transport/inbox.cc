@@ -165,7 +165,8 @@ absl::Status Inbox::OnData(const SegmentHeader& h, absl::Span<const std::byte> p
         absl::StrCat("more than the agreed ", bound_bytes_, " bytes came before their receives"));
   }
   Early& early = early_[key];
-  if (early.pieces.empty()) {
+  const bool first = early.pieces.empty();
+  if (first) {
     early.fingerprint = h.fingerprint;
     early.total_bytes = h.total_bytes;
   } else if (early.total_bytes != h.total_bytes) {
@@ -184,14 +185,29 @@ absl::Status Inbox::OnData(const SegmentHeader& h, absl::Span<const std::byte> p
     std::memcpy(it->second.bytes.get(), payload.data(), payload.size());
   }
   stored_bytes_ += Charge(payload.size());
+  if (first) host_->Unexpected(key);
   return absl::OkStatus();
 }
 
 void Inbox::OnAnnounce(absl::Span<const MessageKey> keys) {
   peer_waits_ = 3;
+  std::vector<MessageKey> unexpected;
   for (const MessageKey& key : keys) {
-    if (Expects(key)) host_->Want(key);
+    if (Expects(key)) {
+      host_->Want(key);
+    } else {
+      unexpected.push_back(key);
+    }
   }
+  for (const MessageKey& key : unexpected) host_->Unexpected(key);
+}
+
+std::vector<MessageKey> Inbox::Unexpected(uint64_t channel) const {
+  std::vector<MessageKey> keys;
+  for (const auto& [key, early] : early_) {
+    if (key.channel == channel) keys.push_back(key);
+  }
+  return keys;
 }
 
 void Inbox::CloseChannel(uint64_t channel, const absl::Status& reason) {

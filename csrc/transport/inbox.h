@@ -30,6 +30,9 @@ class Inbox {
     virtual void Reject(const MessageKey& key, const absl::Status& status) = 0;
     virtual std::string Description() const = 0;
     virtual bool ChannelClosed(uint64_t channel) const = 0;
+    // There is a message without a receive. The last thing that a call of this class does: it may
+    // be called again from here.
+    virtual void Unexpected(const MessageKey& key) = 0;
   };
 
   // `host` owns this object.
@@ -44,6 +47,10 @@ class Inbox {
   void OnAnnounce(absl::Span<const MessageKey> keys);
   // Called now and then: a peer that still waits has announced again since the last two calls.
   void AgeAnnouncements() { peer_waits_ = std::max(peer_waits_ - 1, 0); }
+
+  // What came for the channel and has no receive.
+  std::vector<MessageKey> Unexpected(uint64_t channel) const;
+  bool IsUnexpected(const MessageKey& key) const { return early_.contains(key); }
 
   // Ends pending receives of the channel and forgets what came for it.
   void CloseChannel(uint64_t channel, const absl::Status& reason);

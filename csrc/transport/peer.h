@@ -45,6 +45,7 @@ class PeerHost {
   virtual bool ChannelClosed(uint64_t channel) const = 0;
   virtual void OnPeerLost(Peer* peer, const absl::Status& reason) = 0;
   virtual void OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status& reason) = 0;
+  virtual void OnUnexpected(Peer* peer, const MessageKey& key) = 0;
 };
 
 class Peer : private Inbox::Host {
@@ -68,6 +69,8 @@ class Peer : private Inbox::Host {
   void Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Engine::SendDone done,
             int urgency);
   void Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done);
+  std::vector<MessageKey> Unexpected(uint64_t channel) const { return inbox_.Unexpected(channel); }
+  bool IsUnexpected(const MessageKey& key) const { return inbox_.IsUnexpected(key); }
   void CloseChannel(uint64_t channel, const absl::Status& reason);
   void TellClosed(uint64_t channel, const absl::Status& reason);
 
@@ -110,6 +113,7 @@ class Peer : private Inbox::Host {
   void Want(const MessageKey& key) override;
   void Reject(const MessageKey& key, const absl::Status& status) override;
   bool ChannelClosed(uint64_t channel) const override { return host_->ChannelClosed(channel); }
+  void Unexpected(const MessageKey& key) override { host_->OnUnexpected(this, key); }
 
   void Dial();
   void RetryDial(const absl::Status& reason);

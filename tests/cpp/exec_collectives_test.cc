@@ -162,7 +162,6 @@ Call MakeCall(const Setting& s, const plan::Program& program, RankMemory& m, int
   if (s.share && s.collective == Collective::kAllGather) call.input[0] = call.output[rank];
   if (s.share && s.collective == Collective::kReduceScatter) call.input[rank] = call.output[0];
   call.sequence = sequence;
-  call.first_message_id = sequence << 20;
   call.operation = plan::Name(s.collective);
   return call;
 }

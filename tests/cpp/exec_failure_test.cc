@@ -41,7 +41,6 @@ Call AllReduce(int rank, int world, std::vector<float>& data, uint64_t sequence)
       std::make_shared<plan::Program>(*plan::Compile(shape, plan::Topology::Flat(world), rank));
   call.output = {{reinterpret_cast<std::byte*>(data.data()), static_cast<int64_t>(data.size())}};
   call.sequence = sequence;
-  call.first_message_id = sequence << 20;
   call.operation = absl::StrCat("all_reduce(float32, ", data.size(), ")");
   return call;
 }
@@ -58,7 +57,7 @@ Call PointToPoint(bool sending, int rank, int peer, int world, std::vector<float
   (sending ? call.input : call.output) = {
       {reinterpret_cast<std::byte*>(data.data()), static_cast<int64_t>(data.size())}};
   call.sequence = id;
-  call.first_message_id = uint64_t{1} << 60 | id;
+  call.point_to_point = {.peer = peer, .tag = static_cast<uint32_t>(id), .sending = sending};
   call.operation = sending ? "send" : "recv";
   return call;
 }
@@ -165,17 +164,18 @@ TEST_F(ExecFailureTest, DeadlineNamesWhoIsMissingAndEndsAllRanks) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(
       Text(status),
-      AllOf(HasSubstr("all_reduce(float32, 1000), sequence 2: not done at its deadline, 0.3 s"),
-            HasSubstr("8000 of 8000 bytes sent, 4000 of 8000 received"),
-            HasSubstr("waiting for 1 message from rank 2 on host host2 (region2), silent for 0.")));
+      AllOf(
+          HasSubstr("all_reduce(float32, 1000), sequence 2: not done within its timeout of 0.3 s"),
+          HasSubstr("8000 of 8000 bytes sent, 4000 of 8000 received"),
+          HasSubstr("waiting for 1 message from rank 2 on host host2 (region2), silent for 0.")));
   EXPECT_THAT(Text(status), Not(HasSubstr("from rank 1")));
   // The others are told, those that wait and those that have not come yet.
   const std::string told =
-      "rank 0 on host host0 (region0) reported: all_reduce(float32, 1000), sequence 2: not done at "
-      "its deadline";
+      "rank 0 on host host0 (region0) reported: all_reduce(float32, 1000), sequence 2: not done "
+      "within its timeout";
   EXPECT_EQ(one.Wait().status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_THAT(Text(one.Wait().status), HasSubstr(told));
-  ExpectRefused(0, absl::StatusCode::kDeadlineExceeded, "not done at its deadline");
+  ExpectRefused(0, absl::StatusCode::kDeadlineExceeded, "not done within its timeout");
   while (executors_[2]->health().ok() && absl::Now() - begin < absl::Seconds(30)) {
     absl::SleepFor(absl::Milliseconds(1));
   }

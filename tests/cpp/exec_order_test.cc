@@ -36,7 +36,6 @@ Call InPlace(Collective collective, int rank, int world, std::vector<int64_t>& d
   call.output = {{reinterpret_cast<std::byte*>(data.data()), static_cast<int64_t>(data.size())}};
   call.dtype = DType::kI64;
   call.sequence = sequence;
-  call.first_message_id = sequence << 20;
   call.operation = plan::Name(collective);
   return call;
 }
@@ -54,7 +53,7 @@ Call PointToPoint(bool sending, int rank, int peer, int world, std::vector<int64
       {reinterpret_cast<std::byte*>(data.data()), static_cast<int64_t>(data.size())}};
   call.dtype = DType::kI64;
   call.sequence = id;
-  call.first_message_id = uint64_t{1} << 60 | id;
+  call.point_to_point = {.peer = peer, .tag = static_cast<uint32_t>(id), .sending = sending};
   call.operation = sending ? "send" : "recv";
   return call;
 }

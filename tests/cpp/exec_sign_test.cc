@@ -167,7 +167,6 @@ class ExecSignTest : public ::testing::TestWithParam<int> {
     call.output = {{reinterpret_cast<std::byte*>(mean.data()), static_cast<int64_t>(mean.size())}};
     call.sign = std::move(sign);
     call.sequence = sequence_;
-    call.first_message_id = sequence_ << 20;
     call.operation = "sign_all_reduce";
     return call;
   }

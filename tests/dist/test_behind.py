@@ -66,8 +66,8 @@ def stalls() -> dict[str, str]:
 def test_errors_list_the_ranks_that_have_not_called_or_called_something_else() -> None:
     values = run_ranks(4, stalls, per_rank_environment=REGIONS)
     behind = (
-        r"all_reduce\(Float\[8\]\), sequence 12: .*not called by rank 0 on host \S+ \(eastus\) "
-        r"\(its last: all_reduce\(Float\[4\]\), sequence 11\)"
+        r"all_reduce\(Float\[8\], SUM\), sequence 12: .*not called by rank 0 on host \S+ \(eastus\) "
+        r"\(its last: all_reduce\(Float\[4\], SUM\), sequence 11\)"
     )
     for rank, texts in enumerate(values):
         assert re.search(behind, texts["skipped"], re.S), (rank, texts["skipped"])
@@ -78,9 +78,9 @@ def test_errors_list_the_ranks_that_have_not_called_or_called_something_else() -
         )
         assert match, (rank, texts["differs"])
         here, fingerprint, there = match.groups()
-        other = re.search(r"on host .*?: (\S+\(.*?\)), fingerprint (\w{8})", there)
+        other = re.search(r"on host .*?: (\w+\(.*?\)), fingerprint (\w{8})", there)
         assert other, there
-        assert {here, other[1]} == {"all_reduce(Float[8])", "all_gather_single(Float[8])"}
+        assert {here, other[1]} == {"all_reduce(Float[8], SUM)", "all_gather_single(Float[8])"}
         assert fingerprint != other[2]
         assert ("rank 0" in there) == here.startswith("all_reduce"), texts["differs"]
         if rank != 3:

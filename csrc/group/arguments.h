@@ -1,0 +1,54 @@
+// What the methods of a group ask of their arguments, and say about them in errors. Throws
+// c10::Error naming the operation.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "exec/executor.h"
+#include "group/tensors.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+namespace geomesh::group {
+
+// "Float[2,3]".
+std::string Describe(const at::Tensor& tensor);
+// "SUM".
+std::string Describe(const c10d::ReduceOp& op);
+
+const at::Tensor& Single(const std::vector<at::Tensor>& tensors, const char* name);
+void CheckCount(const std::string& operation, const char* what, size_t count, int size);
+void CheckType(const std::string& operation, const at::Tensor& a, const at::Tensor& b);
+// Results that share memory would depend on the order in which they arrive.
+void CheckApart(const std::string& operation, const std::vector<at::Tensor>& results);
+// Likewise for a result and another rank's input of the same call.
+void CheckApart(const std::string& operation, const at::Tensor& result, const at::Tensor& input);
+
+// A reduction's memory. Sets the call's op and dtype.
+//
+// Complex sums and means run on pairs of reals. Dtypes with which no processor computes run in a
+// wider one, and are rounded once, at the end: float8 in float32; unsigned integers of 16 and 32
+// bits in the next signed one. PREMUL_SUM multiplies what this rank gives.
+class Reduction {
+ public:
+  Reduction(exec::Call* call, Staging* staging, const c10d::ReduceOp& op, at::ScalarType type,
+            std::string operation);
+
+  at::Tensor Source(const at::Tensor& tensor) const;
+  at::Tensor Sink(const at::Tensor& tensor) const;
+  at::Tensor InPlace(const at::Tensor& tensor) const;
+
+ private:
+  at::Tensor Given(const at::Tensor& tensor) const;
+  at::Tensor Reals(const at::Tensor& memory) const;
+
+  Staging* const staging_;
+  const c10d::ReduceOp op_;
+  const std::string operation_;
+  at::ScalarType type_;  // in which it runs
+};
+
+}  // namespace geomesh::group

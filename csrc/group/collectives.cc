@@ -1,0 +1,451 @@
+// The collectives on dense tensors: each method says what its tensors are to the program.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "group/arguments.h"
+#include "group/operation.h"
+#include "group/process_group.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+namespace geomesh::group {
+
+using plan::Collective;
+
+namespace {
+
+std::string WithRoot(const at::Tensor& tensor, int64_t root) {
+  return absl::StrCat(Describe(tensor), ", root ", root);
+}
+
+std::string WithOp(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  return absl::StrCat(Describe(tensor), ", ", Describe(op));
+}
+
+// The tensors' elements one after the other, as one tensor that is staged like any other.
+at::Tensor Flatten(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> flat;
+  for (const at::Tensor& tensor : tensors)
+    flat.push_back(tensor.detach().reshape({-1}).to(at::kCPU));
+  return at::cat(flat);
+}
+
+}  // namespace
+
+// ---- one buffer, in place ----
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::broadcast(Tensors& tensors,
+                                                         const c10d::BroadcastOptions& opts) {
+  const at::Tensor& tensor = Single(tensors, "broadcast");
+  Operation op = Begin("broadcast", "geomesh:broadcast", c10d::OpType::BROADCAST,
+                       WithRoot(tensor, opts.rootRank));
+  const int root = CheckRoot(op.work.operation, opts.rootRank);
+  op.work.inputs = op.work.outputs = {tensor};
+  at::Tensor memory = root == rank_ ? op.staging->Source(tensor) : op.staging->Sink(tensor);
+  op.call.output = {ToBytes(memory)};
+  op.shape = {.collective = Collective::kBroadcast,
+              .bytes = static_cast<int64_t>(memory.nbytes()),
+              .root = root};
+  op.fingerprint.Add(root).Add(static_cast<uint64_t>(tensor.scalar_type())).Add(tensor.numel());
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce(Tensors& tensors,
+                                                         const c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = Single(tensors, "all_reduce");
+  if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+  Operation op = Begin("all_reduce", "geomesh:all_reduce", c10d::OpType::ALLREDUCE,
+                       WithOp(tensor, opts.reduceOp));
+  op.work.inputs = op.work.outputs = {tensor};
+  const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, tensor.scalar_type(),
+                            op.work.operation);
+  at::Tensor memory = reduction.InPlace(tensor);
+  op.call.output = {ToBlock(memory)};
+  op.shape = {.collective = Collective::kAllReduce, .bytes = static_cast<int64_t>(memory.nbytes())};
+  op.fingerprint.Add(static_cast<uint64_t>(tensor.scalar_type()))
+      .Add(tensor.numel())
+      .Add(opts.reduceOp.op_);
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced: takes at least one tensor");
+  Operation op = Begin(
+      "all_reduce_coalesced", "geomesh:all_reduce_coalesced", c10d::OpType::ALLREDUCE_COALESCED,
+      absl::StrCat(tensors.size(), " tensors, first ", WithOp(tensors[0], opts.reduceOp)));
+  for (const at::Tensor& tensor : tensors) {
+    CheckType(op.work.operation, tensors[0], tensor);
+    op.staging->Check(tensor, /*written=*/true);
+  }
+  at::Tensor flat = Flatten(tensors);
+  const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, flat.scalar_type(),
+                            op.work.operation);
+  at::Tensor memory = reduction.InPlace(flat);
+  op.work.inputs = op.work.outputs = tensors;
+  op.call.output = {ToBlock(memory)};
+  op.shape = {.collective = Collective::kAllReduce, .bytes = static_cast<int64_t>(memory.nbytes())};
+  op.fingerprint.Add(static_cast<uint64_t>(flat.scalar_type()))
+      .Add(flat.numel())
+      .Add(opts.reduceOp.op_);
+  op.after = [flat, tensors]() mutable {
+    c10::NoGradGuard no_grad;
+    int64_t offset = 0;
+    for (at::Tensor& tensor : tensors) {
+      tensor.detach().copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      offset += tensor.numel();
+    }
+  };
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce(Tensors& tensors,
+                                                      const c10d::ReduceOptions& opts) {
+  const at::Tensor& tensor = Single(tensors, "reduce");
+  Operation op = Begin("reduce", "geomesh:reduce", c10d::OpType::REDUCE,
+                       absl::StrCat(WithOp(tensor, opts.reduceOp), ", root ", opts.rootRank));
+  const int root = CheckRoot(op.work.operation, opts.rootRank);
+  op.work.inputs = op.work.outputs = {tensor};
+  const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, tensor.scalar_type(),
+                            op.work.operation);
+  at::Tensor memory = root == rank_ ? reduction.InPlace(tensor) : reduction.Source(tensor);
+  op.call.output = {ToBlock(memory)};
+  op.shape = {.collective = Collective::kReduce,
+              .bytes = static_cast<int64_t>(memory.nbytes()),
+              .root = root};
+  op.fingerprint.Add(root)
+      .Add(static_cast<uint64_t>(tensor.scalar_type()))
+      .Add(tensor.numel())
+      .Add(opts.reduceOp.op_);
+  return Launch(std::move(op), opts.timeout);
+}
+
+// ---- gathering ----
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather(std::vector<Tensors>& outputs,
+                                                         Tensors& inputs,
+                                                         const c10d::AllgatherOptions& opts) {
+  const at::Tensor& input = Single(inputs, "all_gather");
+  Operation op =
+      Begin("all_gather", "geomesh:all_gather", c10d::OpType::ALLGATHER, Describe(input));
+  TORCH_CHECK(outputs.size() == 1, op.work.operation, ": takes one list of outputs, got ",
+              outputs.size());
+  CheckCount(op.work.operation, "output", outputs[0].size(), size_);
+  op.work.inputs = {input};
+  op.work.outputs = outputs[0];
+  op.call.input = {ToBytes(op.staging->Source(input))};
+  bool even = true;
+  for (int r = 0; r < size_; ++r) {
+    const at::Tensor& output = outputs[0][r];
+    CheckType(op.work.operation, input, output);
+    TORCH_CHECK(r != rank_ || output.numel() == input.numel(), op.work.operation, ": output ", r,
+                " has ", output.numel(), " elements, the input that goes there has ",
+                input.numel());
+    even = even && output.numel() == input.numel();
+    op.call.output.push_back(ToBytes(op.staging->Sink(output)));
+    if (r != rank_) CheckApart(op.work.operation, output, input);
+  }
+  CheckApart(op.work.operation, outputs[0]);
+  // Ranks may see uneven outputs differently only by an error, which the sizes of messages show.
+  op.shape = {.collective = Collective::kAllGather,
+              .bytes = even ? static_cast<int64_t>(input.nbytes()) : 0};
+  op.fingerprint.Add(static_cast<uint64_t>(input.scalar_type()));
+  for (const at::Tensor& output : outputs[0]) op.fingerprint.Add(output.numel());
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_allgather_base(at::Tensor& output,
+                                                               at::Tensor& input,
+                                                               const c10d::AllgatherOptions& opts) {
+  Operation op = Begin("all_gather_single", "geomesh:_all_gather_base",
+                       c10d::OpType::_ALLGATHER_BASE, Describe(input));
+  CheckType(op.work.operation, input, output);
+  TORCH_CHECK(output.numel() == input.numel() * size_, op.work.operation, ": the output has ",
+              output.numel(), " elements, but ", size_, " ranks times ", input.numel(),
+              " are needed");
+  op.work.inputs = {input};
+  op.work.outputs = {output};
+  at::Tensor from = op.staging->Source(input);
+  at::Tensor to = op.staging->Sink(output);
+  op.call.input = {ToBytes(from)};
+  const int64_t bytes = from.nbytes();
+  // The input may be this rank's own part of the output.
+  if (to.const_data_ptr() == output.const_data_ptr() &&
+      input.const_data_ptr() !=
+          static_cast<const std::byte*>(to.const_data_ptr()) + rank_ * bytes) {
+    CheckApart(op.work.operation, output, input);
+  }
+  for (int r = 0; r < size_; ++r)
+    op.call.output.push_back({static_cast<std::byte*>(to.data_ptr()) + r * bytes, bytes});
+  op.shape = {.collective = Collective::kAllGather, .bytes = bytes};
+  op.fingerprint.Add(static_cast<uint64_t>(input.scalar_type())).Add(input.numel());
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK(!inputs.empty() && inputs.size() == outputs.size(),
+              "all_gather_single_coalesced: takes as many outputs as inputs, "
+              "at least one; got ",
+              outputs.size(), " and ", inputs.size());
+  std::vector<Work> works;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    works.push_back(_allgather_base(outputs[i], inputs[i], opts));
+  return JoinWorks(std::move(works), outputs);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
+    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  CheckCount("all_gather_coalesced", "list of outputs", outputs.size(), size_);
+  std::vector<Work> works;
+  Tensors all;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    std::vector<Tensors> lists(1);
+    for (Tensors& of_rank : outputs) {
+      TORCH_CHECK(of_rank.size() == inputs.size(),
+                  "all_gather_coalesced: takes as many outputs of each rank as inputs (",
+                  inputs.size(), "), got ", of_rank.size());
+      lists[0].push_back(of_rank[i]);
+      all.push_back(of_rank[i]);
+    }
+    Tensors single = {inputs[i]};
+    works.push_back(allgather(lists, single, opts));
+  }
+  return JoinWorks(std::move(works), std::move(all));
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outputs,
+                                                      Tensors& inputs,
+                                                      const c10d::GatherOptions& opts) {
+  const at::Tensor& input = Single(inputs, "gather");
+  Operation op =
+      Begin("gather", "geomesh:gather", c10d::OpType::GATHER, WithRoot(input, opts.rootRank));
+  const int root = CheckRoot(op.work.operation, opts.rootRank);
+  op.work.inputs = {input};
+  op.call.input = {ToBytes(op.staging->Source(input))};
+  if (root == rank_) {
+    TORCH_CHECK(outputs.size() == 1, op.work.operation,
+                ": the root takes one list of outputs, got ", outputs.size());
+    CheckCount(op.work.operation, "output", outputs[0].size(), size_);
+    for (int r = 0; r < size_; ++r) {
+      CheckType(op.work.operation, input, outputs[0][r]);
+      TORCH_CHECK(r != rank_ || outputs[0][r].numel() == input.numel(), op.work.operation,
+                  ": output ", r, " has ", outputs[0][r].numel(),
+                  " elements, the input that goes there has ", input.numel());
+      op.call.output.push_back(ToBytes(op.staging->Sink(outputs[0][r])));
+      if (r != rank_) CheckApart(op.work.operation, outputs[0][r], input);
+    }
+    CheckApart(op.work.operation, outputs[0]);
+    op.work.outputs = outputs[0];
+  } else {
+    TORCH_CHECK(outputs.empty() || outputs[0].empty(), op.work.operation,
+                ": only the root takes outputs");
+  }
+  op.shape = {.collective = Collective::kGather, .bytes = 0, .root = root};
+  op.fingerprint.Add(root).Add(static_cast<uint64_t>(input.scalar_type()));
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather_single(at::Tensor& output, at::Tensor& input,
+                                                             const c10d::GatherOptions& opts) {
+  Tensors inputs = {input};
+  std::vector<Tensors> outputs;
+  if (opts.rootRank == rank_) {
+    TORCH_CHECK(output.defined(), "gather_single: the root's output is undefined");
+    TORCH_CHECK(output.numel() == input.numel() * size_, "gather_single: the output has ",
+                output.numel(), " elements, but ", size_, " ranks times ", input.numel(),
+                " are needed");
+    // Its parts; of a tensor that is not plain memory, none are views.
+    TORCH_CHECK(output.is_contiguous(), "gather_single: the output must be contiguous; shape ",
+                output.sizes(), ", strides ", output.strides());
+    at::Tensor flat = output.detach().view({size_, -1});
+    if (input.numel() == 0) flat = output.detach().view({size_, 0});
+    outputs.push_back(flat.unbind(0));
+  }
+  return gather(outputs, inputs, opts);
+}
+
+// ---- scattering ----
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::scatter(Tensors& outputs,
+                                                       std::vector<Tensors>& inputs,
+                                                       const c10d::ScatterOptions& opts) {
+  const at::Tensor& output = Single(outputs, "scatter");
+  Operation op =
+      Begin("scatter", "geomesh:scatter", c10d::OpType::SCATTER, WithRoot(output, opts.rootRank));
+  const int root = CheckRoot(op.work.operation, opts.rootRank);
+  op.work.outputs = {output};
+  if (root == rank_) {
+    TORCH_CHECK(inputs.size() == 1, op.work.operation, ": the root takes one list of inputs, got ",
+                inputs.size());
+    CheckCount(op.work.operation, "input", inputs[0].size(), size_);
+    for (int r = 0; r < size_; ++r) {
+      CheckType(op.work.operation, inputs[0][r], output);
+      TORCH_CHECK(r != rank_ || inputs[0][r].numel() == output.numel(), op.work.operation,
+                  ": input ", r, " has ", inputs[0][r].numel(),
+                  " elements, the output that it goes to has ", output.numel());
+      op.call.input.push_back(ToBytes(op.staging->Source(inputs[0][r])));
+      if (r != rank_) CheckApart(op.work.operation, output, inputs[0][r]);
+    }
+    op.work.inputs = inputs[0];
+  } else {
+    TORCH_CHECK(inputs.empty() || inputs[0].empty(), op.work.operation,
+                ": only the root takes inputs");
+  }
+  op.call.output = {ToBytes(op.staging->Sink(output))};
+  op.shape = {.collective = Collective::kScatter, .bytes = 0, .root = root};
+  op.fingerprint.Add(root).Add(static_cast<uint64_t>(output.scalar_type()));
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter(
+    Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) {
+  const at::Tensor& output = Single(outputs, "reduce_scatter");
+  Operation op = Begin("reduce_scatter", "geomesh:reduce_scatter", c10d::OpType::REDUCE_SCATTER,
+                       WithOp(output, opts.reduceOp));
+  TORCH_CHECK(inputs.size() == 1, op.work.operation, ": takes one list of inputs, got ",
+              inputs.size());
+  CheckCount(op.work.operation, "input", inputs[0].size(), size_);
+  op.work.inputs = inputs[0];
+  op.work.outputs = {output};
+  const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, output.scalar_type(),
+                            op.work.operation);
+  int64_t largest = 0;
+  bool even = true;
+  for (int r = 0; r < size_; ++r) {
+    const at::Tensor& input = inputs[0][r];
+    CheckType(op.work.operation, input, output);
+    TORCH_CHECK(r != rank_ || input.numel() == output.numel(), op.work.operation, ": input ", r,
+                " has ", input.numel(), " elements, the output that it goes to has ",
+                output.numel());
+    if (r != rank_) CheckApart(op.work.operation, output, input);
+    at::Tensor memory = reduction.Source(input);
+    op.call.input.push_back(ToBlock(memory));
+    largest = std::max(largest, static_cast<int64_t>(memory.nbytes()));
+    even = even && input.numel() == inputs[0][0].numel();
+    op.fingerprint.Add(input.numel());
+  }
+  op.call.output = {ToBlock(reduction.Sink(output))};
+  op.shape = {.collective = Collective::kReduceScatter, .bytes = even ? largest : 0};
+  op.fingerprint.Add(static_cast<uint64_t>(output.scalar_type())).Add(opts.reduceOp.op_);
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+  Operation op = Begin("reduce_scatter_single", "geomesh:_reduce_scatter_base",
+                       c10d::OpType::_REDUCE_SCATTER_BASE, WithOp(output, opts.reduceOp));
+  CheckType(op.work.operation, input, output);
+  TORCH_CHECK(input.numel() == output.numel() * size_, op.work.operation, ": the input has ",
+              input.numel(), " elements, but ", size_, " ranks times ", output.numel(),
+              " are needed");
+  op.work.inputs = {input};
+  op.work.outputs = {output};
+  const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, output.scalar_type(),
+                            op.work.operation);
+  at::Tensor from = reduction.Source(input);
+  at::Tensor to = reduction.Sink(output);
+  // The output may be this rank's own part of the input.
+  if (to.const_data_ptr() !=
+      static_cast<const std::byte*>(from.const_data_ptr()) + rank_ * to.nbytes()) {
+    CheckApart(op.work.operation, output, input);
+  }
+  const int64_t elements = to.numel();
+  for (int r = 0; r < size_; ++r) {
+    op.call.input.push_back(
+        {static_cast<std::byte*>(from.data_ptr()) + r * static_cast<int64_t>(to.nbytes()),
+         elements});
+  }
+  op.call.output = {ToBlock(to)};
+  op.shape = {.collective = Collective::kReduceScatter, .bytes = static_cast<int64_t>(to.nbytes())};
+  op.fingerprint.Add(static_cast<uint64_t>(output.scalar_type()))
+      .Add(output.numel())
+      .Add(opts.reduceOp.op_);
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK(!inputs.empty() && inputs.size() == outputs.size(),
+              "reduce_scatter_single_coalesced: takes as many outputs as inputs, "
+              "at least one; got ",
+              outputs.size(), " and ", inputs.size());
+  std::vector<Work> works;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    works.push_back(_reduce_scatter_base(outputs[i], inputs[i], opts));
+  return JoinWorks(std::move(works), outputs);
+}
+
+// ---- all to all ----
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                             std::vector<int64_t>& output_splits,
+                                                             std::vector<int64_t>& input_splits,
+                                                             const c10d::AllToAllOptions& opts) {
+  Operation op = Begin("all_to_all_single", "geomesh:all_to_all", c10d::OpType::ALLTOALL_BASE,
+                       Describe(input));
+  CheckType(op.work.operation, input, output);
+  op.work.inputs = {input};
+  op.work.outputs = {output};
+  // Bytes that go to (or come from) each rank: `splits` counts rows of the first dimension;
+  // without, equal shares.
+  auto blocks = [&](const at::Tensor& memory, const std::vector<int64_t>& splits,
+                    const char* what) {
+    std::vector<exec::Block> result;
+    const int64_t rows = memory.dim() == 0 ? memory.numel() : memory.size(0);
+    const int64_t row_bytes = rows == 0 ? 0 : static_cast<int64_t>(memory.nbytes()) / rows;
+    std::vector<int64_t> counts = splits;
+    if (counts.empty()) {
+      TORCH_CHECK(rows % size_ == 0, op.work.operation, ": the ", what, "'s first dimension (",
+                  rows, ") is not a multiple of the ", size_, " ranks; pass split sizes");
+      counts.assign(size_, rows / size_);
+    }
+    CheckCount(op.work.operation, "split size", counts.size(), size_);
+    int64_t sum = 0;
+    for (int64_t count : counts) {
+      TORCH_CHECK(count >= 0, op.work.operation, ": a split size is negative: ", count);
+      result.push_back(
+          {static_cast<std::byte*>(memory.data_ptr()) + sum * row_bytes, count * row_bytes});
+      sum += count;
+    }
+    TORCH_CHECK(sum == rows, op.work.operation, ": the ", what, "'s split sizes add up to ", sum,
+                ", its first dimension is ", rows);
+    return result;
+  };
+  CheckApart(op.work.operation, output, input);
+  op.call.input = blocks(op.staging->Source(input), input_splits, "input");
+  op.call.output = blocks(op.staging->Sink(output), output_splits, "output");
+  op.shape = {.collective = Collective::kAllToAll, .bytes = 0};
+  op.fingerprint.Add(static_cast<uint64_t>(input.scalar_type()));
+  return Launch(std::move(op), opts.timeout);
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::alltoall(Tensors& outputs, Tensors& inputs,
+                                                        const c10d::AllToAllOptions& opts) {
+  Operation op = Begin("all_to_all", "geomesh:all_to_all", c10d::OpType::ALLTOALL,
+                       absl::StrCat(inputs.size(), " tensors"));
+  CheckCount(op.work.operation, "input", inputs.size(), size_);
+  CheckCount(op.work.operation, "output", outputs.size(), size_);
+  op.work.inputs = inputs;
+  op.work.outputs = outputs;
+  for (int r = 0; r < size_; ++r) {
+    CheckType(op.work.operation, inputs[r], outputs[0]);
+    CheckType(op.work.operation, inputs[0], outputs[r]);
+    op.call.input.push_back(ToBytes(op.staging->Source(inputs[r])));
+    op.call.output.push_back(ToBytes(op.staging->Sink(outputs[r])));
+  }
+  CheckApart(op.work.operation, outputs);
+  for (const at::Tensor& output : outputs) {
+    for (const at::Tensor& input : inputs) CheckApart(op.work.operation, output, input);
+  }
+  TORCH_CHECK(inputs[rank_].numel() == outputs[rank_].numel(), op.work.operation, ": input ", rank_,
+              " has ", inputs[rank_].numel(), " elements, the output that it goes to has ",
+              outputs[rank_].numel());
+  op.shape = {.collective = Collective::kAllToAll, .bytes = 0};
+  op.fingerprint.Add(static_cast<uint64_t>(inputs[0].scalar_type()));
+  return Launch(std::move(op), opts.timeout);
+}
+
+}  // namespace geomesh::group
