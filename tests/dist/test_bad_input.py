@@ -110,8 +110,8 @@ def test_unknown_option_and_wrong_kind_of_options() -> None:
 
 
 def wrong_calls() -> None:
-    with pytest.raises(RuntimeError, match=r"dense tensors"):
-        dist.broadcast(torch.ones(3).to_sparse(), 0)
+    with pytest.raises(RuntimeError, match=r"sparse tensors take SUM only"):
+        dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX)
     with pytest.raises(RuntimeError, match=r"all_gather.*one output a rank \(2\), got 1"):
         dist.all_gather([torch.ones(3)], torch.ones(3))
     with pytest.raises(RuntimeError, match=r"differ in dtype"):
