@@ -18,7 +18,7 @@ help: ## list the targets
 	@echo "torch_geomesh: targets of make"
 	@sed -nE 's/^([a-z -]+):.*## (.*)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | column -t -s '|'
 
-setup: build/.installed ## install what is missing: Debian packages, $(VENV), PyTorch, the extension
+setup: build/.installed ## install what is missing: Debian packages, .venv, PyTorch, the extension
 
 build/.debian: Makefile
 	@mkdir -p build

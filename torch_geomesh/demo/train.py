@@ -120,7 +120,7 @@ class Rank:
 
     def step_done(self, loss: Tensor, tokens: int) -> None:
         """Record one inner step."""
-        value = float(loss)
+        value = loss.item()
         self._round_loss.append(value)
         self.records.write("step", t=time.monotonic(), loss=value, tokens=tokens)
 
