@@ -18,7 +18,7 @@ void ProcessGroupGeoMesh::monitoredBarrier(const c10d::BarrierOptions& opts, boo
                        wait_all_ranks ? "all ranks" : "");
   Issued issued = LaunchService(std::move(op), opts.timeout);
   executor()->EnterMonitoredBarrier(
-      issued.deadline, absl::Milliseconds(issued.work->getTimeout().count()), wait_all_ranks,
+      issued.deadline, absl::FromChrono(issued.work->getTimeout()), wait_all_ranks,
       [done = std::move(issued.done), rank = rank_](const absl::Status& status) {
         if (status.ok()) return done(status, {});
         done(absl::Status(status.code(), absl::StrCat("[Rank ", rank, "]: ", status.message())),

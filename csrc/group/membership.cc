@@ -14,8 +14,6 @@
 namespace geomesh::group {
 namespace {
 
-absl::Duration ToDuration(std::chrono::milliseconds ms) { return absl::Milliseconds(ms.count()); }
-
 void Check(const absl::Status& status) {
   if (!status.ok()) Throw(absl::Status(status.code(), absl::StrCat("geomesh: ", status.message())));
 }
@@ -27,7 +25,7 @@ ProcessGroupGeoMesh::ProcessGroupGeoMesh(const c10::intrusive_ptr<c10d::Store>& 
     : c10d::Backend(rank, size), options_(std::move(options)), timeout_(options_->timeout) {
   AcquireProcess();
   if (!options_->enable_reconfigure) {
-    const absl::Time deadline = absl::Now() + ToDuration(timeout_);
+    const absl::Time deadline = absl::Now() + absl::FromChrono(timeout_);
     Meeting meeting = options_->meeting;
     for (int r = 0; options_->meeting.members.empty() && r < size; ++r)
       meeting.members.push_back(r);

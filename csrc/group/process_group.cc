@@ -14,11 +14,6 @@
 #include <c10/util/Exception.h>
 
 namespace geomesh::group {
-namespace {
-
-absl::Duration ToDuration(std::chrono::milliseconds ms) { return absl::Milliseconds(ms.count()); }
-
-}  // namespace
 
 ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::Begin(const char* name, const char* title,
                                                           c10d::OpType type, std::string detail) {
@@ -97,7 +92,7 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
   timeout = Lengthened(timeout, &until_done);
 
   Issued issued;
-  issued.deadline = absl::Now() + ToDuration(timeout);
+  issued.deadline = absl::Now() + absl::FromChrono(timeout);
   operation.work.timeout = timeout;
   operation.work.expire =
       [executor = std::weak_ptr<exec::Executor>(executor_)](const absl::Status& reason) {
@@ -203,6 +198,19 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::LaunchService(Operation operati
   return Issue(operation, timeout);
 }
 
+namespace {
+
+// A user's hook must not end the completion thread, and the process with it.
+void RunHook(const char* which, const std::function<void()>& hook) {
+  try {
+    hook();
+  } catch (const std::exception& e) {
+    Log(LogLevel::kWarning, "group", absl::StrCat(which, " failed: ", e.what()));
+  }
+}
+
+}  // namespace
+
 void ProcessGroupGeoMesh::Finish(const c10::intrusive_ptr<WorkGeoMesh>& work,
                                  const absl::Status& status, const exec::Outcome& outcome) {
   if (!status.ok()) {
@@ -223,10 +231,14 @@ void ProcessGroupGeoMesh::Finish(const c10::intrusive_ptr<WorkGeoMesh>& work,
     for (const auto& [id, hook] : completion_hooks_) hooks.push_back(hook);
   }
   for (const c10d::CompletionHook& hook : hooks) {
-    hook({.completionKey = work->getCompletionKey(), .duration_ms = work->getDuration()});
+    RunHook("a completion hook", [&] {
+      hook({.completionKey = work->getCompletionKey(), .duration_ms = work->getDuration()});
+    });
   }
 #endif
-  if (onCompletionHook_) onCompletionHook_(work->Info());
+  if (onCompletionHook_) {
+    RunHook("the onCompletion hook", [&] { onCompletionHook_(work->Info()); });
+  }
 }
 
 int ProcessGroupGeoMesh::CheckRoot(const std::string& operation, int64_t root) const {
@@ -339,13 +351,7 @@ void ProcessGroupGeoMesh::RunAbortHooks() {
     std::lock_guard<std::mutex> lock(hooks_mutex_);
     for (const auto& [id, hook] : abort_hooks_) hooks.push_back(hook);
   }
-  for (const c10d::AbortHook& hook : hooks) {
-    try {
-      hook();
-    } catch (const std::exception& e) {
-      Log(LogLevel::kWarning, "group", absl::StrCat("an abort hook failed: ", e.what()));
-    }
-  }
+  for (const c10d::AbortHook& hook : hooks) RunHook("an abort hook", hook);
 #endif
 }
 

@@ -7,7 +7,6 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "group/fingerprint.h"
 #include "group/operation.h"
 #include "group/process_group.h"

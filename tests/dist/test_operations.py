@@ -222,6 +222,30 @@ def test_abort_hooks():
     run_ranks(2, hooks, init={"timeout": timedelta(seconds=2)})
 
 
+def completions() -> list[tuple[str, int]]:
+    """The hook is told of each operation; that it raises disturbs nobody."""
+    seen: list[tuple[str, int]] = []
+
+    def hook(info) -> None:
+        seen.append((str(info.op_type), info.seq))
+        raise ValueError("from the hook")
+
+    pg = c10d._get_default_group()
+    pg._register_on_completion_hook(hook)
+    tensor = torch.ones(3)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    pg._wait_for_pending_works()
+    assert (tensor == 8).all()
+    return seen
+
+
+def test_on_completion_hooks():
+    for seen in run_ranks(2, completions):
+        assert [number for _, number in seen] == [1, 2, 3]
+        assert len({operation for operation, _ in seen}) == 1
+
+
 def ephemeral_timeouts(first: bool) -> str:
     """The extensions hold until the first work after them is done."""
     store = c10d._get_default_store()
