@@ -10,6 +10,7 @@
 //
 // From then on each message starts with a UcxPrefix that names its lane.
 #include <ucp/api/ucp.h>
+#include <algorithm>
 
 #include <string>
 #include <utility>
@@ -106,11 +107,10 @@ void UcxWireImpl::Connect(const PendingDial& dial, const LaneSet& lanes) {
     }
     UcxGreeting greeting;
     greeting.source = device_.address;
-    if (auto socket = DescribeTcpSocket(likely_fd);
-        socket.has_value() && !socket->listening && socket->local.SameAddress(device_.address)) {
+    if (const auto socket = DialledSocket(likely_fd, dial.target.listening); socket.has_value()) {
       lane->socket = socket->ref;
       greeting.source = socket->local;
-      SetCloseOnExec(likely_fd);
+      SetCloseOnExec(socket->ref.fd);
       fork_guard_->Add(socket->ref);
     }
     greeting.target_uid = dial.target.uid;
@@ -121,6 +121,29 @@ void UcxWireImpl::Connect(const PendingDial& dial, const LaneSet& lanes) {
     status = SendOwn(kGreetingMessage, lane, greeting.Serialize());
     if (!status.ok()) FailLane(lane, std::move(status));
   }
+}
+
+// The socket of the endpoint just made: most likely `likely_fd`, unless UCX's own thread has
+// accepted a connection just then and got that number. Accepted sockets have another far end, or
+// our port.
+std::optional<SocketInfo> UcxWireImpl::DialledSocket(int likely_fd,
+                                                     const IpEndpoint& target) const {
+  const auto fits = [&](const SocketInfo& s) {
+    return !s.listening && s.local.SameAddress(device_.address) &&
+           s.local.port() != address_.listening.port() &&
+           (!s.remote.has_value() || SameEndpoint(*s.remote, target));
+  };
+  if (auto likely = DescribeTcpSocket(likely_fd); likely.has_value() && fits(*likely)) {
+    return likely;
+  }
+  std::optional<SocketInfo> found;
+  ForEachTcpSocket([&](const SocketInfo& s) {
+    const bool taken = std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
+      return lane != nullptr && lane->socket.fd == s.ref.fd && lane->socket.inode == s.ref.inode;
+    });
+    if (!taken && fits(s)) found = s;
+  });
+  return found;
 }
 
 absl::Status UcxWireImpl::MakeEndpoint(Lane* lane, const UcxAddress& target) {
@@ -264,15 +287,11 @@ void UcxWireImpl::OnGreeting(const void* header, size_t header_bytes, const void
 
 void UcxWireImpl::RejectConnections(const std::vector<std::optional<IpEndpoint>>& sources) {
   ForEachTcpSocket([&](const SocketInfo& s) {
-    if (!s.remote.has_value() || !s.local.SameAddress(address_.listening) ||
-        s.local.port() != address_.listening.port()) {
+    if (!s.remote.has_value() || !SameEndpoint(s.local, address_.listening)) {
       return;
     }
     for (const auto& source : sources) {
-      if (source.has_value() && s.remote->SameAddress(*source) &&
-          s.remote->port() == source->port()) {
-        ShutDown(s.ref);
-      }
+      if (source.has_value() && SameEndpoint(*s.remote, *source)) ShutDown(s.ref);
     }
   });
 }
@@ -317,8 +336,7 @@ void UcxWireImpl::Accept(uint64_t nonce, const IncomingDial& incoming) {
   accepted_.emplace(nonce, set);
   absl::flat_hash_map<std::string, SocketRef> by_source;
   ForEachTcpSocket([&](const SocketInfo& s) {
-    if (!s.remote.has_value() || !s.local.SameAddress(address_.listening) ||
-        s.local.port() != address_.listening.port()) {
+    if (!s.remote.has_value() || !SameEndpoint(s.local, address_.listening)) {
       return;
     }
     SetCloseOnExec(s.ref.fd);

@@ -43,16 +43,16 @@ void ForEachFd(absl::FunctionRef<void(int)> visit) {
   close(folder);
 }
 
-bool SameEndpoint(const IpEndpoint& a, const IpEndpoint& b) {
-  return a.SameAddress(b) && a.port() == b.port();
-}
-
 bool Holds(const std::vector<IpEndpoint>& list, const IpEndpoint& endpoint) {
   return std::any_of(list.begin(), list.end(),
                      [&](const IpEndpoint& e) { return SameEndpoint(e, endpoint); });
 }
 
 }  // namespace
+
+bool SameEndpoint(const IpEndpoint& a, const IpEndpoint& b) {
+  return a.SameAddress(b) && a.port() == b.port();
+}
 
 bool SocketRef::IsSame() const {
   struct stat status;

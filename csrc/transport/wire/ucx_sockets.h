@@ -34,6 +34,9 @@ struct SocketInfo {
   std::optional<IpEndpoint> remote;
 };
 
+// Address and port.
+bool SameEndpoint(const IpEndpoint& a, const IpEndpoint& b);
+
 // Calls `visit` for each IP stream socket of this process.
 void ForEachTcpSocket(absl::FunctionRef<void(const SocketInfo&)> visit);
 

@@ -112,6 +112,7 @@ class UcxWireImpl final : public UcxWire {
   Lane* FindLane(LaneId id) const;
   Lane* FindLane(const UcxPrefix& received);
   absl::Status MakeEndpoint(Lane* lane, const UcxAddress& target);
+  std::optional<SocketInfo> DialledSocket(int likely_fd, const IpEndpoint& target) const;
   absl::Status SendMessage(UcxMessageId id, Lane* lane, Send* send, size_t header_bytes,
                            absl::Span<const std::byte> body);
   absl::Status SendOwn(UcxMessageId id, Lane* lane, std::string body);
