@@ -162,6 +162,29 @@ def test_time_that_cannot_be_caught_up_is_counted():
     assert pacer.late_s == pytest.approx(5.0)
 
 
+def test_steps_end_behind_their_time_is_counted_and_stays_counted():
+    clock, net, pacer = _paced(speed=1.0)
+    x = torch.ones(4, 3, requires_grad=True)
+    out = net(x)
+    clock.now = 2.75  # the step was to end at 2
+    out.sum().backward()
+    assert pacer.late_s == pytest.approx(0.75)
+    pacer.restart()
+    assert pacer.late_s == pytest.approx(0.75)
+    net(x).sum().backward()
+    assert clock.now == pytest.approx(4.75)
+    assert pacer.late_s == pytest.approx(0.75)
+
+
+def test_rank_behind_its_pace_is_said():
+    arms = {
+        "ddp": {"title": "DDP over Gloo", "late_s": 0.9, "time_to_target_s": 50.0},
+        "geomesh": {"title": "GeoMesh", "late_s": 1.1, "time_to_target_s": 50.0},
+    }
+    (note,) = run._late_notes(arms)
+    assert "GeoMesh: a rank was 1.1 s behind the pace of its emulated GPU" in note
+
+
 def test_evaluation_is_not_paced_and_hooks_can_be_removed():
     clock, net, pacer = _paced(speed=1.0)
     net.eval()(torch.ones(4, 3))

@@ -199,6 +199,7 @@ class ArmRun:
             "compute_frac": compute,
             "straggler_wait_frac": straggler,
             "wan_wait_frac": wan,
+            "late_s": max((own[-1].late_s for own in rounds if own), default=0.0),
             "wan_bytes": self._bytes_at.get(count - 1),
             "contribution_bytes": (
                 _contribution(rounds) if self.settings.arms[self.arm].form == "exchange" else None

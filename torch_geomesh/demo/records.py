@@ -62,6 +62,8 @@ class Round:
     hash: str
     bytes_sent: int | None = None
     fp32_bytes: int | None = None
+    late_s: float = 0.0
+    """Behind the pace of the emulated GPU, from the arm's start on."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,10 +31,11 @@ from torch_geomesh.topology import Topology
 # The published result: 70.2 % less time. Arms get enough time to show it, and a little more.
 _LONGEST_SHARE = 0.298
 _BUDGET_OF_GEOMESH = 1.03 / _LONGEST_SHARE
-_WHOLE_DEMO_S = 350.0
+_WHOLE_DEMO_S = 340.0
 _START_S = 20.0  # of an arm, about
 _GEOMESH_BUDGET_S = 75.0
 _MAX_LOAD = 0.75  # of this machine's cores, for training
+_MAX_LATE_SHARE = 0.02  # of an arm's time, behind the pace of an emulated GPU
 
 
 def fitted_to_machine(settings: Settings, text: data.Text) -> tuple[Settings, str | None]:
@@ -139,6 +140,7 @@ def run(settings: Settings, json_file: Path | None, console: Console) -> dict[st
                 outcome["arms"][arm] = one.figures()
         outcome["arms"] = {arm: outcome["arms"][arm] for arm in ARMS}
         outcome["bit_identical"] = outcome["arms"]["geomesh"]["bit_identical"]
+        notes += _late_notes(outcome["arms"])
         if health := regions.health():
             outcome["emulator_lateness_p99_ms"] = 1e3 * health.lateness_p99_s
             if not health.sound:
@@ -150,6 +152,15 @@ def run(settings: Settings, json_file: Path | None, console: Console) -> dict[st
     outcome["seconds"] = round(time.monotonic() - begin, 1)
     _publish(settings, outcome, json_file, console)
     return outcome
+
+
+def _late_notes(arms: dict[str, dict[str, Any]]) -> list[str]:
+    return [
+        f"{arm['title']}: a rank was {arm['late_s']:.1f} s behind the pace of its emulated GPU, so "
+        "that waits show this machine's other work as well: run the demo again when it has less."
+        for arm in arms.values()
+        if arm["late_s"] > _MAX_LATE_SHARE * arm["time_to_target_s"]
+    ]
 
 
 @contextlib.contextmanager

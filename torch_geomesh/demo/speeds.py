@@ -77,8 +77,7 @@ class Pacer:
         self._step_s = 0.0
         self.computed_at = 0.0
         """When the last step's backward pass was done, communication apart."""
-        self.late_s = 0.0
-        """Time lost because this machine was slower than the emulated GPU, in all."""
+        self._late_s = 0.0  # of timetables given up, and those of earlier rounds
 
         blocks = list(model.blocks)  # type: ignore[arg-type]
         self._hooks = [model.register_forward_pre_hook(self._begin)]
@@ -92,8 +91,14 @@ class Pacer:
                 block.register_full_backward_hook(self._at(backward)),
             ]
 
+    @property
+    def late_s(self) -> float:
+        """Time lost because this machine was slower than the emulated GPU, in all."""
+        return self._late_s + (0.0 if self._due is None else max(0.0, self.computed_at - self._due))
+
     def restart(self) -> None:
         """Start the next step when its forward pass begins, not when the last one was due."""
+        self._late_s = self.late_s
         self._due = None
 
     def remove(self) -> None:
@@ -108,7 +113,7 @@ class Pacer:
         self._step_s = self._cost.seconds(inputs[0].shape[0], self._speed)
         self._start = now if self._due is None else self._due
         if now - self._start > self._step_s:  # hopelessly behind: count it and go on from here
-            self.late_s += now - self._start
+            self._late_s += now - self._start
             self._start = now
         self._due = self._start + self._step_s
 

@@ -156,6 +156,7 @@ class Rank:
             hash=hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest(),
             bytes_sent=bytes_sent,
             fp32_bytes=fp32_bytes,
+            late_s=self.pacer.late_s,
         )
         self.pacer.restart()
 
