@@ -124,8 +124,9 @@ constexpr Entry kTable[] = {
       "What a peer may send ahead of the receive that takes it. Both ends must have the same."},
      [](Options& o, absl::string_view text) { return SetBytes(o.unexpected_bytes, text, 1 << 20); },
      [](const Options& o) { return absl::StrCat(o.unexpected_bytes); }},
-    {{"suspect_after", "GEOMESH_SUSPECT_AFTER", "duration", "6s",
-      "A peer that is silent for so long is suspected, and named in the log."},
+    {{"suspect_after", "GEOMESH_SUSPECT_AFTER", "duration", "3s",
+      "A peer that is silent for so long while it is waited for, and does not answer when asked, "
+      "is suspected, and named in the log."},
      [](Options& o, absl::string_view text) {
        return SetDuration(o.suspect_after, text, absl::Milliseconds(100));
      },

@@ -30,7 +30,7 @@ struct Options {
   PortRange ports;
   int64_t lanes = 0;
   int64_t unexpected_bytes = 32 << 20;
-  absl::Duration suspect_after = absl::Seconds(6);
+  absl::Duration suspect_after = absl::Seconds(3);
   absl::Duration dead_after = absl::Seconds(20);
   absl::Duration linger = absl::Seconds(10);
 

@@ -124,7 +124,6 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   engine_options.lanes = static_cast<int>(options.lanes);
   engine_options.unexpected_bytes = options.unexpected_bytes;
   engine_options.suspect_after = options.suspect_after;
-  engine_options.heartbeat = std::min(engine_options.heartbeat, options.suspect_after / 3);
   engine_options.dead_after = options.dead_after;
   GM_ASSIGN_OR_RETURN(process->engine_, transport::Engine::Create(engine_options, std::move(wire)));
   *running = process;

@@ -1,9 +1,9 @@
 // Compiled programs by call shape: constant time after the first call of a size class.
+#include <mutex>
+#include <shared_mutex>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/synchronization/mutex.h"
 #include "plan/compile.h"
 
 namespace geomesh::plan {
@@ -50,8 +50,8 @@ struct PlanCache::State {
   State(Topology t, int r) : topology(std::move(t)), rank(r) {}
   const Topology topology;
   const int rank;
-  absl::Mutex mutex;
-  absl::flat_hash_map<Key, std::shared_ptr<const Program>> programs ABSL_GUARDED_BY(mutex);
+  std::shared_mutex mutex;
+  absl::flat_hash_map<Key, std::shared_ptr<const Program>> programs;  // guarded by mutex
 };
 
 PlanCache::PlanCache(Topology topology, int rank)
@@ -64,7 +64,7 @@ const Topology& PlanCache::topology() const { return state_->topology; }
 absl::StatusOr<std::shared_ptr<const Program>> PlanCache::Get(const CallShape& shape) {
   const Key key = KeyOf(shape);
   if (shape.bytes >= 0) {
-    absl::ReaderMutexLock lock(&state_->mutex);
+    const std::shared_lock lock(state_->mutex);
     if (const auto it = state_->programs.find(key); it != state_->programs.end()) {
       return it->second;
     }
@@ -73,7 +73,7 @@ absl::StatusOr<std::shared_ptr<const Program>> PlanCache::Get(const CallShape& s
   // first one's is kept.
   absl::StatusOr<Program> program = Compile(shape, state_->topology, state_->rank);
   if (!program.ok()) return program.status();
-  absl::MutexLock lock(&state_->mutex);
+  const std::unique_lock lock(state_->mutex);
   return state_->programs.try_emplace(key, std::make_shared<const Program>(*std::move(program)))
       .first->second;
 }

@@ -21,7 +21,7 @@ constexpr size_t kMaxStrangers = 1024;
 constexpr size_t kMaxClosedChannels = 4096;
 constexpr absl::Duration kAckDelay = absl::Milliseconds(2);
 constexpr absl::Duration kRefusalLinger = absl::Seconds(1);
-constexpr absl::Duration kByeLinger = absl::Milliseconds(500);
+constexpr absl::Duration kByeLinger = absl::Seconds(3);  // peers may be short of processor time
 constexpr absl::Duration kDrainCheck = absl::Milliseconds(2);
 constexpr int kAnnounceTicks = 2;
 
@@ -151,7 +151,7 @@ void Core::ScheduleTick(Instant at) {
 void Core::Tick() {
   const Instant now = std::chrono::steady_clock::now();
   const absl::Duration interval =
-      std::min({options_.heartbeat, options_.suspect_after / 4, options_.dead_after / 4});
+      std::min({options_.heartbeat, options_.suspect_after / 8, options_.dead_after / 4});
   // Was this process stopped? Then what the others said meanwhile is not read yet: no silence of
   // theirs.
   absl::Duration late = Between(next_tick_, now);

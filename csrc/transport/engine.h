@@ -84,9 +84,10 @@ struct EngineOptions {
   std::string host, region;
   // A peer: what it may send before the receive is posted. At least 1 MB.
   int64_t unexpected_bytes = 32 << 20;
-  absl::Duration heartbeat = absl::Seconds(2);      // where nothing else was sent
-  absl::Duration suspect_after = absl::Seconds(6);  // silent that long: logged and named
-  absl::Duration dead_after = absl::Seconds(20);    // silent that long: given up
+  absl::Duration heartbeat = absl::Seconds(2);  // where nothing else was sent
+  // Silent that long while something of it is waited for, and asked in vain: logged and named.
+  absl::Duration suspect_after = absl::Seconds(3);
+  absl::Duration dead_after = absl::Seconds(20);  // silent that long: given up
   absl::Duration connect_timeout = absl::Seconds(30);
 };
 

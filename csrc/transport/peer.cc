@@ -272,10 +272,11 @@ void Peer::PostControl(Lane* lane, Control control) {
   PostSegment(lane, out);
 }
 
-void Peer::PostBare(Lane* lane, SegmentType type) {
+void Peer::PostBare(Lane* lane, SegmentType type, uint8_t flags) {
   if (lane->bare_on_wire || lane->broken) return;
   auto* out = new Outgoing;
   out->header.type = type;
+  out->header.flags = flags;
   lane->bare_on_wire = true;
   PostSegment(lane, out);
 }
@@ -382,6 +383,7 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
   }
   ++lane->received_sequence;
   lane->heard_at = std::chrono::steady_clock::now();
+  asked_at_.reset();
   if (lane->state == Lane::State::kReady) BecomeConnected();
   GM_RETURN_IF_ERROR(HandleAck(lane, h));
   if (!IsBare(h.type)) {
@@ -396,7 +398,9 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
       bytes_received_ += payload.size();
       return inbox_.OnData(h, payload);
     case SegmentType::kAck:
+      return absl::OkStatus();
     case SegmentType::kHeartbeat:
+      if ((h.flags & kAnswer) != 0) PostBare(lane, SegmentType::kAck);
       return absl::OkStatus();
     case SegmentType::kWanted:
       for (const MessageKey& key : DecodeKeys(payload)) outbox_.OnWanted(key);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 #include "absl/strings/string_view.h"
@@ -121,6 +122,7 @@ class Peer : private Inbox::Host {
   void BecomeConnected();
   Lane* FindLane(LaneId id);
   int ReadyLanes() const;
+  void AskIfSilent(Instant now, absl::Duration silent);
 
   absl::Status HandleSegment(Lane* lane, const SegmentHeader& header,
                              absl::Span<const std::byte> payload);
@@ -135,7 +137,7 @@ class Peer : private Inbox::Host {
   void KeepOnlyCloses();
   void FlushKeyLists();
   void PostControl(Lane* lane, Control control);
-  void PostBare(Lane* lane, SegmentType type);
+  void PostBare(Lane* lane, SegmentType type, uint8_t flags = 0);
   void PostSegment(Lane* lane, Outgoing* out);
   void Settle(Outgoing* out);
   void MaybeFinish(const OutMessagePtr& message);
@@ -155,6 +157,7 @@ class Peer : private Inbox::Host {
   bool said_bye_ = false;  // the peer, on some lane
   bool leaving_ = false;   // we said bye
   bool suspected_ = false;
+  std::optional<Instant> asked_at_;  // when first, since it was heard: it should answer
 
   uint32_t attempt_ = 0;
   std::bitset<256> accepted_;  // lanes of this attempt, by index

@@ -145,7 +145,7 @@ void Peer::Lose(const absl::Status& reason, bool left) {
   if (state_ == State::kLost) return;
   state_ = State::kLost;
   lost_reason_ = reason;
-  Log(left ? LogLevel::kInfo : LogLevel::kError, "transport", reason.message());
+  Log(left || leaving_ ? LogLevel::kInfo : LogLevel::kError, "transport", reason.message());
   inbox_.OnPeerLost(reason);
   control_.clear();
   wanted_.clear();
@@ -186,6 +186,40 @@ void Peer::CloseLanes() {
   }
 }
 
+// Asked while it is waited for, a peer that lives is heard within the round trip; asked before it
+// is suspected, since one that has nothing to say sends a heartbeat now and then only.
+void Peer::AskIfSilent(Instant now, absl::Duration silent) {
+  const EngineOptions& options = host_->options();
+  const bool waited_for =
+      inbox_.pending() > 0 || std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+        return std::any_of(lane->in_flight.begin(), lane->in_flight.end(),
+                           [](const Outgoing* out) { return out->message != nullptr; });
+      });
+  const absl::Duration quiet = waited_for ? options.suspect_after / 4 : options.heartbeat * 1.5;
+  if (silent >= quiet) {
+    // Each time on the lane on which least was said lately: one of several may be broken.
+    Lane* lane = nullptr;
+    for (const auto& other : lanes_) {
+      if (other->state != Lane::State::kReady || other->broken || other->bare_on_wire) continue;
+      if (lane == nullptr || other->sent_at < lane->sent_at) lane = other.get();
+    }
+    if (lane != nullptr) PostBare(lane, SegmentType::kHeartbeat, kAnswer);
+    if (!asked_at_.has_value()) asked_at_ = now;
+  }
+  // A tick before it is due, so that it is said in time.
+  const bool suspect = silent >= options.suspect_after * 0.875 && asked_at_.has_value() &&
+                       Between(*asked_at_, now) >= options.suspect_after / 2;
+  if (suspect && !suspected_) {
+    Log(LogLevel::kWarning, "transport",
+        absl::StrCat(Description(), " has been silent for ",
+                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))),
+                     "; it will be given up after ", absl::FormatDuration(options.dead_after)));
+  } else if (!suspect && suspected_) {
+    Log(LogLevel::kWarning, "transport", absl::StrCat(Description(), " is heard again"));
+  }
+  suspected_ = suspect;
+}
+
 void Peer::Tick(Instant now, absl::Duration late, bool announce) {
   if (is_self_ || state_ == State::kLost || leaving_) return;
   const EngineOptions& options = host_->options();
@@ -211,16 +245,7 @@ void Peer::Tick(Instant now, absl::Duration late, bool announce) {
                      absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))))));
     return;
   }
-  if (silent >= options.suspect_after && !suspected_) {
-    suspected_ = true;
-    Log(LogLevel::kWarning, "transport",
-        absl::StrCat(Description(), " has been silent for ",
-                     absl::FormatDuration(absl::Trunc(silent, absl::Milliseconds(100))),
-                     "; it will be given up after ", absl::FormatDuration(options.dead_after)));
-  } else if (silent < options.suspect_after && suspected_) {
-    suspected_ = false;
-    Log(LogLevel::kWarning, "transport", absl::StrCat(Description(), " is heard again"));
-  }
+  AskIfSilent(now, silent);
   std::vector<LaneId> dead;
   std::vector<Lane*> ready;
   for (const auto& lane : lanes_) {

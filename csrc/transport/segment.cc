@@ -98,8 +98,10 @@ absl::StatusOr<SegmentHeader> ParseHeader(absl::Span<const std::byte> bytes, siz
     return absl::InvalidArgumentError(absl::StrCat("segment header announces ", h.payload_bytes,
                                                    " bytes, ", payload_bytes, " came"));
   }
-  if (Load<uint16_t>(at + 6) != 0 || (h.flags & ~kSolicited) != 0 ||
-      (h.flags != 0 && h.type != SegmentType::kData)) {
+  const uint8_t known = h.type == SegmentType::kData        ? kSolicited
+                        : h.type == SegmentType::kHeartbeat ? kAnswer
+                                                            : 0;
+  if (Load<uint16_t>(at + 6) != 0 || (h.flags & ~known) != 0) {
     return absl::InvalidArgumentError("segment header with unknown flags");
   }
   switch (h.type) {

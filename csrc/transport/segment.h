@@ -44,6 +44,8 @@ enum class SegmentType : uint8_t {
 
 // Set on kData: the receiver had said kWanted, the segment does not count against its bound.
 inline constexpr uint8_t kSolicited = 1;
+// Set on kHeartbeat: answer with a kAck at once.
+inline constexpr uint8_t kAnswer = 2;
 
 struct SegmentHeader {
   SegmentType type = SegmentType::kAck;

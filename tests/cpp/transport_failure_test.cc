@@ -120,6 +120,55 @@ TEST(FailureTest, FrozenPeerIsSuspectedThenLost) {
   EXPECT_EQ(at_a.Wait().code(), absl::StatusCode::kUnavailable);
 }
 
+// Heartbeats are too rare to tell: the waiting side asks.
+TEST(FailureTest, FrozenPeerIsSuspectedBecauseItWasAsked) {
+  LogLines log;
+  FakeNetwork network;
+  EngineOptions options;
+  options.heartbeat = absl::Seconds(60);
+  options.suspect_after = absl::Milliseconds(500);
+  options.dead_after = absl::Seconds(60);
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, 8);
+  network.Freeze("a");
+  const absl::Time limit = absl::Now() + kTestLimit;
+  while (log.Count("silent for") == 0 && absl::Now() < limit) {
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  EXPECT_EQ(log.Count("rank 0 on host host-a (region-a) has been silent for"), 1);
+  network.Thaw("a");
+  while (log.Count("is heard again") == 0 && absl::Now() < limit) {
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  const std::vector<std::byte> bytes = RandomBytes(8, 2);
+  Done done = pair.a.Send(pair.b, {kChannel, 2}, bytes);
+  EXPECT_EQ(received.Wait(), absl::OkStatus());
+}
+
+TEST(FailureTest, PeerThatIsAskedAndAnswersIsNotSuspected) {
+  LogLines log;
+  FakeNetwork network;
+  EngineOptions options = Impatient();
+  options.heartbeat = absl::Seconds(60);
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, 8);
+  // Longer than it takes to be given up; each answer begins the silence anew.
+  const absl::Time end = absl::Now() + absl::Milliseconds(1500);
+  int renewed = 0;
+  for (absl::Duration before; absl::Now() < end; absl::SleepFor(absl::Milliseconds(5))) {
+    const absl::Duration now = pair.b.Stats(pair.a).silent;
+    if (now < before) ++renewed;
+    before = now;
+  }
+  EXPECT_GE(renewed, 5);
+  EXPECT_EQ(log.Count("silent"), 0);
+  const std::vector<std::byte> bytes = RandomBytes(8, 2);
+  Done done = pair.a.Send(pair.b, {kChannel, 2}, bytes);
+  EXPECT_EQ(received.Wait(), absl::OkStatus());
+}
+
 TEST(FailureTest, ShortPauseIsForgiven) {
   LogLines log;
   FakeNetwork network;

@@ -119,9 +119,17 @@ TEST(SegmentTest, EveryFieldThatMustBeFixedIsChecked) {
     bare.payload_bytes = 1;
     EXPECT_FALSE(Check(bare).ok());
     bare.payload_bytes = 0;
-    bare.flags = kSolicited;
-    EXPECT_FALSE(Check(bare).ok());
+    for (const uint8_t flags : {kSolicited, kAnswer}) {
+      bare.flags = flags;
+      EXPECT_FALSE(Check(bare).ok());
+    }
   }
+  SegmentHeader heartbeat;
+  heartbeat.type = SegmentType::kHeartbeat;
+  heartbeat.flags = kAnswer;
+  EXPECT_TRUE(Check(heartbeat).ok());
+  heartbeat.flags = kSolicited;
+  EXPECT_FALSE(Check(heartbeat).ok());
 }
 
 TEST(SegmentTest, SourceCheckTellsThePairAndItsDirection) {
