@@ -130,7 +130,9 @@ bool Operation::BeginSend(uint32_t index) {
       {{group_->channel, call_->first_message_id + step.message}, call_->fingerprint}, bytes,
       [self = Self(), index, size = bytes.size()](const absl::Status& status) {
         self->OnSent(index, size, status);
-      });
+      },
+      // Sends of their own may be waited for before their receives are posted; a collective's not.
+      {.in_place = !point_to_point()});
   return false;
 }
 

@@ -80,6 +80,7 @@ transport::PeerRecord ProcessGroupGeoMesh::OwnRecord() const {
   own.region = process_->options().region;
   own.wire = std::string(engine.wire_name());
   own.address = engine.address();
+  own.memory = engine.memory_offer();
   own.topology_fingerprint = options_->topology.Fingerprint();
   return own;
 }

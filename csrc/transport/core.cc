@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "transport/bytes.h"
+#include "transport/local_memory.h"
 
 namespace geomesh::transport {
 namespace {
@@ -80,6 +81,10 @@ void Core::Stop() {
   if (!thread_.joinable()) return;
   loop_->Post([this] { stopping_.store(true, std::memory_order_relaxed); });
   thread_.join();
+}
+
+std::string Core::memory_offer() const {
+  return LocalMemory::Offer({reinterpret_cast<const std::byte*>(&uid_), sizeof(uid_)});
 }
 
 void Core::Post(EventLoop::Work work) {
@@ -242,13 +247,13 @@ absl::Status Core::Refusal(const Peer* peer, uint64_t channel) const {
 }
 
 void Core::Send(PeerId id, const Envelope& envelope, absl::Span<const std::byte> bytes,
-                Engine::SendDone done, int urgency) {
+                Engine::SendDone done, const SendOptions& options) {
   Peer* peer = FindPeer(id);
   if (const absl::Status refusal = Refusal(peer, envelope.key.channel); !refusal.ok()) {
     Defer([done = std::move(done), refusal]() mutable { std::move(done)(refusal); });
     return;
   }
-  peer->Send(envelope, bytes, std::move(done), urgency);
+  peer->Send(envelope, bytes, std::move(done), options);
 }
 
 void Core::Recv(PeerId id, const Envelope& envelope, absl::Span<std::byte> buffer,

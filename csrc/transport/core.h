@@ -32,6 +32,7 @@ class Core : private WireEvents, public PeerHost {
   const ProcessUid& uid() const { return uid_; }
   const std::string& wire_name() const { return wire_name_; }
   const std::string& address() const { return address_; }  // constant after Start
+  std::string memory_offer() const;
   // In a forked child: from now on every call does nothing.
   void AbandonAfterFork();
   bool abandoned() const { return abandoned_.load(std::memory_order_relaxed); }
@@ -42,7 +43,7 @@ class Core : private WireEvents, public PeerHost {
   // Why a request to `peer` in `channel` cannot be taken; OK if it can.
   absl::Status Refusal(const Peer* peer, uint64_t channel) const;
   void Send(PeerId peer, const Envelope& envelope, absl::Span<const std::byte> bytes,
-            Engine::SendDone done, int urgency);
+            Engine::SendDone done, const SendOptions& options);
   void Recv(PeerId peer, const Envelope& envelope, absl::Span<std::byte> buffer,
             Engine::RecvDone done);
   void CloseChannel(uint64_t channel, const absl::Status& reason, absl::Span<const PeerId> tell);

@@ -64,6 +64,7 @@ Engine::~Engine() {
 const ProcessUid& Engine::uid() const { return core_->uid(); }
 absl::string_view Engine::wire_name() const { return core_->wire_name(); }
 const std::string& Engine::address() const { return core_->address(); }
+std::string Engine::memory_offer() const { return core_->memory_offer(); }
 void Engine::Post(absl::AnyInvocable<void() &&> work) { core_->Post(std::move(work)); }
 
 absl::Status Engine::Drain(absl::Time deadline) {
@@ -80,8 +81,8 @@ absl::Status Engine::Drain(absl::Time deadline) {
 absl::StatusOr<PeerId> Engine::AddPeer(const PeerRecord& record) { return core_->AddPeer(record); }
 
 void Engine::Send(PeerId peer, Envelope envelope, absl::Span<const std::byte> bytes, SendDone done,
-                  int urgency) {
-  core_->Send(peer, envelope, bytes, std::move(done), urgency);
+                  SendOptions options) {
+  core_->Send(peer, envelope, bytes, std::move(done), options);
 }
 
 void Engine::Recv(PeerId peer, Envelope envelope, absl::Span<std::byte> buffer, RecvDone done) {

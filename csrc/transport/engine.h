@@ -53,6 +53,7 @@ struct PeerRecord {
   std::string address;  // Wire::Listen()
   std::string
       topology_fingerprint;  // of the plan's topology: equal on all ranks, or no common plan exists
+  std::string memory;        // Engine::memory_offer(); empty: it is not to be read in place
 
   std::string Serialize() const;
   static absl::StatusOr<PeerRecord> Parse(absl::string_view bytes);
@@ -91,6 +92,13 @@ struct EngineOptions {
   absl::Duration connect_timeout = absl::Seconds(30);
 };
 
+struct SendOptions {
+  int urgency = 0;  // refines the scheduler's order: smaller goes first among equals
+  // The peer may read the bytes where they are, if it can: quicker for much, and done only when the
+  // receive is.
+  bool in_place = false;
+};
+
 struct PeerStats {
   std::string description;  // "rank 2 on host b (eastasia)"
   int lanes = 0;
@@ -121,6 +129,9 @@ class Engine {
   const ProcessUid& uid() const;
   absl::string_view wire_name() const;
   const std::string& address() const;  // of this process, for PeerRecord
+  // For PeerRecord::memory: processes of this host, network and region read large messages from
+  // this one's memory.
+  std::string memory_offer() const;
 
   // Runs `work` on the engine thread, in the order of the calls of one thread. After destruction
   // has begun: dropped.
@@ -160,10 +171,9 @@ class Engine {
   absl::StatusOr<PeerId> AddPeer(const PeerRecord& record);
 
   // `bytes` stay valid and unchanged until `done`, which runs once the bytes are on their way, or
-  // with the reason why not. Never calls `done` before it returns. `urgency` refines the
-  // scheduler's order: smaller goes first among equals.
+  // with the reason why not. Never calls `done` before it returns.
   void Send(PeerId peer, Envelope envelope, absl::Span<const std::byte> bytes, SendDone done,
-            int urgency = 0);
+            SendOptions options = {});
 
   // One receive for one message. A longer message than the buffer is an error on this side
   // (InvalidArgument with both sizes), not an overrun. Zero-byte messages are allowed. Never calls

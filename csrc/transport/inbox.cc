@@ -1,5 +1,6 @@
 #include "transport/inbox.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -12,6 +13,9 @@ namespace {
 
 // A message with more than this still to come is asked for as soon as it meets its receive.
 constexpr uint64_t kWantAboveBytes = 4 * kMaxSegmentPayloadBytes;
+
+// So much of a message in place is read before others have their turn: some 100 us.
+constexpr uint64_t kPullBytes = 512 * 1024;
 
 std::string Text(const MessageKey& key) {
   return absl::StrFormat("message %d of channel %016x", key.id, key.channel);
@@ -80,6 +84,31 @@ void Inbox::Forget(Early* early) {
     if (piece.charged) released_ += Charge(piece.size);
   }
   early->pieces.clear();
+  if (early->in_place.has_value()) stored_bytes_ -= kSegmentChargeBytes;
+  early->in_place.reset();
+}
+
+void Inbox::Pull(const MessageKey& key) {
+  const auto it = posted_.find(key);
+  if (it == posted_.end() || !it->second.in_place.has_value()) return;  // ended meanwhile
+  Posted& posted = it->second;
+  const uint64_t size = std::min(kPullBytes, posted.total_bytes - posted.pulled_bytes);
+  const absl::Status status = host_->ReadInPlace(*posted.in_place, posted.pulled_bytes,
+                                                 posted.buffer.subspan(posted.pulled_bytes, size));
+  if (!status.ok()) {
+    Fail(key,
+         absl::UnavailableError(absl::StrCat(Text(key), " of ", host_->Description(),
+                                             " is not to be had: ", status.message())),
+         0);
+    return;
+  }
+  posted.pulled_bytes += size;
+  if (posted.pulled_bytes < posted.total_bytes) {
+    host_->Defer([this, key] { Pull(key); });
+    return;
+  }
+  host_->Pulled(key);
+  Finish(key, posted.total_bytes);
 }
 
 void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done) {
@@ -111,7 +140,8 @@ void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine:
   }
   Early early = std::move(found->second);
   early_.erase(found);
-  const uint64_t to_come = SegmentCount(early.total_bytes) - early.pieces.size();
+  const uint64_t to_come =
+      early.in_place.has_value() ? 0 : SegmentCount(early.total_bytes) - early.pieces.size();
   if (absl::Status status = Match(key, posted, early.fingerprint, early.total_bytes);
       !status.ok()) {
     Forget(&early);
@@ -119,6 +149,12 @@ void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine:
     return;
   }
   Start(&posted, early.total_bytes);
+  if (early.in_place.has_value()) {
+    posted.in_place = early.in_place;
+    Forget(&early);
+    Pull(key);
+    return;
+  }
   for (const auto& [offset, piece] : early.pieces) {
     Place(key, &posted, offset, absl::MakeConstSpan(piece.bytes.get(), piece.size)).IgnoreError();
   }
@@ -148,6 +184,9 @@ absl::Status Inbox::OnData(const SegmentHeader& h, absl::Span<const std::byte> p
       return absl::InvalidArgumentError(absl::StrCat(Text(key), " changed its size from ",
                                                      posted.total_bytes, " to ", h.total_bytes));
     }
+    if (posted.in_place.has_value()) {
+      return absl::InvalidArgumentError(absl::StrCat(Text(key), " came twice"));
+    }
     GM_RETURN_IF_ERROR(Place(key, &posted, h.offset, payload));
     if (posted.segments_left == 0) Finish(key, h.total_bytes);
     return absl::OkStatus();
@@ -165,6 +204,9 @@ absl::Status Inbox::OnData(const SegmentHeader& h, absl::Span<const std::byte> p
         absl::StrCat("more than the agreed ", bound_bytes_, " bytes came before their receives"));
   }
   Early& early = early_[key];
+  if (early.in_place.has_value()) {
+    return absl::InvalidArgumentError(absl::StrCat(Text(key), " came twice"));
+  }
   const bool first = early.pieces.empty();
   if (first) {
     early.fingerprint = h.fingerprint;
@@ -186,6 +228,40 @@ absl::Status Inbox::OnData(const SegmentHeader& h, absl::Span<const std::byte> p
   }
   stored_bytes_ += Charge(payload.size());
   if (first) host_->Unexpected(key);
+  return absl::OkStatus();
+}
+
+absl::Status Inbox::OnInPlace(const SegmentHeader& h, const InPlace& place) {
+  const MessageKey& key = h.key;
+  if (const auto it = posted_.find(key); it != posted_.end()) {
+    Posted& posted = it->second;
+    if (posted.started) {
+      return absl::InvalidArgumentError(absl::StrCat(Text(key), " came twice"));
+    }
+    if (absl::Status status = Match(key, posted, h.fingerprint, h.total_bytes); !status.ok()) {
+      Fail(key, status, 0);
+      return absl::OkStatus();
+    }
+    Start(&posted, h.total_bytes);
+    posted.in_place = place;
+    Pull(key);
+    return absl::OkStatus();
+  }
+  if (host_->ChannelClosed(key.channel)) {
+    host_->Pulled(key);
+    return absl::OkStatus();
+  }
+  if (stored_bytes_ + kSegmentChargeBytes > bound_bytes_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("more than the agreed ", bound_bytes_, " bytes came before their receives"));
+  }
+  const auto [it, inserted] = early_.try_emplace(key);
+  if (!inserted) return absl::InvalidArgumentError(absl::StrCat(Text(key), " came twice"));
+  it->second.fingerprint = h.fingerprint;
+  it->second.total_bytes = h.total_bytes;
+  it->second.in_place = place;
+  stored_bytes_ += kSegmentChargeBytes;
+  host_->Unexpected(key);
   return absl::OkStatus();
 }
 

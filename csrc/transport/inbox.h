@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "transport/engine.h"
+#include "transport/local_memory.h"
 #include "transport/segment.h"
 
 namespace geomesh::transport {
@@ -28,6 +30,11 @@ class Inbox {
     virtual void Want(const MessageKey& key) = 0;
     // The receive of this message failed here; its sender should learn why.
     virtual void Reject(const MessageKey& key, const absl::Status& status) = 0;
+    // Copies a piece of a message from the peer's memory.
+    virtual absl::Status ReadInPlace(const InPlace& place, uint64_t offset,
+                                     absl::Span<std::byte> into) = 0;
+    // A message in place needs its sender's memory no longer.
+    virtual void Pulled(const MessageKey& key) = 0;
     virtual std::string Description() const = 0;
     virtual bool ChannelClosed(uint64_t channel) const = 0;
     // There is a message without a receive. The last thing that a call of this class does: it may
@@ -42,6 +49,9 @@ class Inbox {
 
   // A kData segment. An error means that the peer broke the protocol.
   absl::Status OnData(const SegmentHeader& header, absl::Span<const std::byte> payload);
+
+  // A kInPlace segment. As OnData.
+  absl::Status OnInPlace(const SegmentHeader& header, const InPlace& place);
 
   // The peer has messages that wait for credit.
   void OnAnnounce(absl::Span<const MessageKey> keys);
@@ -81,6 +91,8 @@ class Inbox {
     uint64_t total_bytes = 0;
     uint64_t segments_left = 0;
     std::vector<bool> received;  // by segment; sized by a total that fits the buffer
+    std::optional<InPlace> in_place;
+    uint64_t pulled_bytes = 0;  // of a message in place
   };
   // A message that came before its receive.
   struct Early {
@@ -92,6 +104,7 @@ class Inbox {
       bool charged = false;
     };
     std::map<uint64_t, Piece> pieces;  // by offset
+    std::optional<InPlace> in_place;   // instead of pieces
   };
 
   // Checks envelope and size of a message that meets its receive.
@@ -100,6 +113,8 @@ class Inbox {
   absl::Status Place(const MessageKey& key, Posted* posted, uint64_t offset,
                      absl::Span<const std::byte> payload);
   void Start(Posted* posted, uint64_t total_bytes);
+  // Reads the next piece of a message in place, and comes back for the one after it.
+  void Pull(const MessageKey& key);
   void Finish(const MessageKey& key, absl::StatusOr<size_t> result);
   // The receive failed: what is still to come of its message is thrown away.
   void Fail(const MessageKey& key, const absl::Status& status, uint64_t segments_to_come);

@@ -15,6 +15,10 @@ namespace {
 
 constexpr uint64_t kAckNowBytes = kMaxSegmentPayloadBytes;
 
+// From here on, reading a message in place is cheaper than what telling of it costs.
+constexpr size_t kInPlaceBytes = 64 * 1024;
+constexpr size_t kMaxLent = 1024;
+
 // Needs no acknowledgement of its own.
 bool IsBare(SegmentType type) {
   return type == SegmentType::kAck || type == SegmentType::kHeartbeat;
@@ -58,12 +62,12 @@ std::string Peer::Description() const {
 // ---- what the engine's users call ----
 
 void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Engine::SendDone done,
-                int urgency) {
+                const SendOptions& options) {
   auto message = std::make_shared<OutMessage>();
   message->envelope = envelope;
   message->bytes = bytes;
   message->done = std::move(done);
-  message->urgency = urgency;
+  message->urgency = options.urgency;
   if (state_ == State::kLost) {
     FailMessage(message, lost_reason_);
     return;
@@ -72,7 +76,13 @@ void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Eng
     if (!FeedSelf(message)) self_waiting_.push_back(std::move(message));
     return;
   }
-  if (!outbox_.Add(message)) {
+  const bool twice = lent_.contains(envelope.key) || outbox_.Find(envelope.key) != nullptr;
+  if (!twice && options.in_place && peer_reads_ && bytes.size() >= kInPlaceBytes &&
+      lent_.size() < kMaxLent) {
+    Lend(std::move(message));
+    return;
+  }
+  if (twice || !outbox_.Add(message)) {
     message->failure = absl::InvalidArgumentError(
         absl::StrFormat("message %d of channel %016x is already on its way to %s", envelope.key.id,
                         envelope.key.channel, Description()));
@@ -129,6 +139,7 @@ void Peer::CloseChannel(uint64_t channel, const absl::Status& reason) {
   for (const OutMessagePtr& message : outbox_.Messages()) {
     if (message->envelope.key.channel == channel) FailMessage(message, reason);
   }
+  EndAllLent(reason, channel);
   std::vector<OutMessagePtr> waiting = std::exchange(self_waiting_, {});
   for (OutMessagePtr& message : waiting) {
     if (message->envelope.key.channel == channel) {
@@ -185,6 +196,62 @@ void Peer::Reject(const MessageKey& key, const absl::Status& status) {
   QueueControl(header, std::string(status.message().substr(0, kMaxTextBytes)));
 }
 
+// ---- messages that stay where they are ----
+
+void Peer::OpenMemory() {
+  if (is_self_ || record_.memory.empty() || record_.region != host_->options().region) return;
+  const ProcessUid& uid = record_.uid;
+  absl::StatusOr<LocalMemory> memory =
+      LocalMemory::Open(record_.memory, {reinterpret_cast<const std::byte*>(&uid), sizeof(uid)});
+  if (memory.ok()) {
+    memory_ = *std::move(memory);
+  } else {
+    Log(LogLevel::kDebug, "transport",
+        absl::StrCat(Description(), ": messages are not read in place, since ",
+                     memory.status().message()));
+  }
+}
+
+void Peer::Lend(OutMessagePtr message) {
+  const MessageKey key = message->envelope.key;
+  const InPlace place = leases_.Lend(message->bytes);
+  SegmentHeader header;
+  header.type = SegmentType::kInPlace;
+  header.key = key;
+  header.fingerprint = message->envelope.fingerprint;
+  header.total_bytes = message->bytes.size();
+  lent_.emplace(key, Lent{std::move(message), place});
+  QueueControl(header, place.Serialize());
+}
+
+void Peer::EndLent(const MessageKey& key, const absl::Status& status) {
+  auto node = lent_.extract(key);
+  if (node.empty()) return;
+  const Lent& lent = node.mapped();
+  leases_.TakeBack(lent.place);
+  if (status.ok()) bytes_sent_ += lent.message->bytes.size();
+  lent.message->finished = true;
+  Defer([message = lent.message, status] { std::move(message->done)(status); });
+}
+
+void Peer::EndAllLent(const absl::Status& reason, std::optional<uint64_t> channel) {
+  std::vector<MessageKey> keys;
+  for (const auto& [key, lent] : lent_) {
+    if (!channel.has_value() || key.channel == *channel) keys.push_back(key);
+  }
+  for (const MessageKey& key : keys) EndLent(key, reason);
+}
+
+absl::Status Peer::ReadInPlace(const InPlace& place, uint64_t offset, absl::Span<std::byte> into) {
+  bytes_received_ += into.size();
+  return memory_->Read(place, offset, into);
+}
+
+void Peer::Pulled(const MessageKey& key) {
+  pulled_.push_back(key);
+  host_->MarkDirty(this);
+}
+
 // ---- sending ----
 
 void Peer::QueueControl(SegmentHeader header, std::string payload) {
@@ -207,6 +274,8 @@ void Peer::FlushKeyLists() {
   };
   queue(SegmentType::kWanted, wanted_);
   wanted_.clear();
+  queue(SegmentType::kPulled, pulled_);
+  pulled_.clear();
   queue(SegmentType::kAnnounce, outbox_.TakeAnnouncements(false));
 }
 
@@ -397,6 +466,17 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
       ++segments_received_;
       bytes_received_ += payload.size();
       return inbox_.OnData(h, payload);
+    case SegmentType::kReads:
+      peer_reads_ = true;
+      return absl::OkStatus();
+    case SegmentType::kInPlace:
+      if (!memory_.has_value()) {
+        return absl::InvalidArgumentError("a message in place that this process can't read");
+      }
+      return inbox_.OnInPlace(h, InPlace::Parse(payload));
+    case SegmentType::kPulled:
+      for (const MessageKey& key : DecodeKeys(payload)) EndLent(key, absl::OkStatus());
+      return absl::OkStatus();
     case SegmentType::kAck:
       return absl::OkStatus();
     case SegmentType::kHeartbeat:
@@ -465,11 +545,13 @@ absl::Status Peer::HandleAck(Lane* lane, const SegmentHeader& h) {
 }
 
 void Peer::HandleReject(const SegmentHeader& h, absl::Span<const std::byte> payload) {
+  const absl::Status why = StatusFromWire(
+      h.fingerprint, Join(Description(), absl::StrCat("could not receive: ", AsText(payload))));
+  EndLent(h.key, why);
   const OutMessagePtr message = outbox_.Find(h.key);
   if (message == nullptr) return;  // done already: the channel's owner learns it from the receiver
   // The rest is still sent, and thrown away there, so that both sides agree where it ends.
-  message->reject = StatusFromWire(
-      h.fingerprint, Join(Description(), absl::StrCat("could not receive: ", AsText(payload))));
+  message->reject = why;
 }
 
 // ---- the end ----
@@ -477,6 +559,7 @@ void Peer::HandleReject(const SegmentHeader& h, absl::Span<const std::byte> payl
 void Peer::Leave(const absl::Status& reason) {
   inbox_.CancelAll(reason);
   for (const OutMessagePtr& message : outbox_.Messages()) FailMessage(message, reason);
+  EndAllLent(reason);
   for (const OutMessagePtr& message : std::exchange(self_waiting_, {})) {
     FailMessage(message, reason);
   }
@@ -529,6 +612,10 @@ Peer::Undelivered Peer::undelivered() const {
   for (const OutMessagePtr& message : self_waiting_) {
     sum.bytes += static_cast<int64_t>(message->bytes.size());
     seen.insert(message.get());
+  }
+  for (const auto& [key, lent] : lent_) {
+    sum.bytes += static_cast<int64_t>(lent.message->bytes.size());
+    seen.insert(lent.message.get());
   }
   sum.messages = static_cast<int64_t>(seen.size());
   // The word that a channel is closed counts too: who fails and leaves before it is connected must

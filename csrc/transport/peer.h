@@ -16,6 +16,7 @@
 #include "transport/engine.h"
 #include "transport/inbox.h"
 #include "transport/lane.h"
+#include "transport/local_memory.h"
 #include "transport/loop.h"
 #include "transport/scheduler.h"
 #include "transport/segment.h"
@@ -68,7 +69,7 @@ class Peer : private Inbox::Host {
   bool Accept(LaneId lane, int index, const Hello& hello);
 
   void Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Engine::SendDone done,
-            int urgency);
+            const SendOptions& options);
   void Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done);
   std::vector<MessageKey> Unexpected(uint64_t channel) const { return inbox_.Unexpected(channel); }
   bool IsUnexpected(const MessageKey& key) const { return inbox_.IsUnexpected(key); }
@@ -113,6 +114,9 @@ class Peer : private Inbox::Host {
   void Defer(absl::AnyInvocable<void() &&> work) override { host_->Defer(std::move(work)); }
   void Want(const MessageKey& key) override;
   void Reject(const MessageKey& key, const absl::Status& status) override;
+  absl::Status ReadInPlace(const InPlace& place, uint64_t offset,
+                           absl::Span<std::byte> into) override;
+  void Pulled(const MessageKey& key) override;
   bool ChannelClosed(uint64_t channel) const override { return host_->ChannelClosed(channel); }
   void Unexpected(const MessageKey& key) override { host_->OnUnexpected(this, key); }
 
@@ -145,6 +149,16 @@ class Peer : private Inbox::Host {
 
   bool FeedSelf(const OutMessagePtr& message);
 
+  // A message that stays where it is until the peer has read it.
+  struct Lent {
+    OutMessagePtr message;
+    InPlace place;
+  };
+  void Lend(OutMessagePtr message);
+  void EndLent(const MessageKey& key, const absl::Status& status);
+  void EndAllLent(const absl::Status& reason, std::optional<uint64_t> channel = std::nullopt);
+  void OpenMemory();
+
   PeerHost* host_;  // owns this object
   const PeerId id_;
   const PeerRecord record_;
@@ -173,7 +187,11 @@ class Peer : private Inbox::Host {
   Inbox inbox_;
   Outbox outbox_;
   std::deque<Control> control_;
-  std::vector<MessageKey> wanted_;
+  std::vector<MessageKey> wanted_, pulled_;
+  std::optional<LocalMemory> memory_;  // the peer's, where it can be read
+  bool peer_reads_ = false;            // ours
+  Leases leases_;
+  absl::flat_hash_map<MessageKey, Lent> lent_;
   std::vector<OutMessagePtr> self_waiting_;  // to self, above the bound, before their receive
   absl::Status self_reject_;
 

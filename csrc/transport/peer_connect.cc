@@ -112,6 +112,12 @@ void Peer::Welcome(Lane* lane) {
 void Peer::BecomeConnected() {
   if (state_ != State::kConnecting) return;
   state_ = State::kConnected;
+  OpenMemory();
+  if (memory_.has_value()) {
+    SegmentHeader header;
+    header.type = SegmentType::kReads;
+    QueueControl(header);
+  }
   host_->MarkDirty(this);
   Log(LogLevel::kInfo, "transport", absl::StrCat("connected to ", Description()));
 }

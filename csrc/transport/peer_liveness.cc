@@ -116,6 +116,9 @@ absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
           case SegmentType::kReject:
           case SegmentType::kClose:
           case SegmentType::kLaneLost:
+          case SegmentType::kReads:
+          case SegmentType::kInPlace:
+          case SegmentType::kPulled:
             control_again.push_back({out->header, out->owned_payload});
             break;
           default:
@@ -149,6 +152,7 @@ void Peer::Lose(const absl::Status& reason, bool left) {
   inbox_.OnPeerLost(reason);
   control_.clear();
   wanted_.clear();
+  pulled_.clear();
   // Who left in order has acknowledged what came; only the wire's word that it needs the memory no
   // longer may be missing still.
   absl::flat_hash_set<OutMessage*> unacknowledged;
@@ -162,6 +166,7 @@ void Peer::Lose(const absl::Status& reason, bool left) {
     }
     FailMessage(message, reason);
   }
+  EndAllLent(reason);
   // Who left is still told what of its last words came, and should close the lanes itself.
   if (left) {
     host_->RunAt(std::chrono::steady_clock::now() + kLeftLinger, [this] { CloseLanes(); });

@@ -7,7 +7,7 @@ namespace geomesh::transport {
 namespace {
 
 constexpr uint32_t kRecordMagic = 0x31524d47;  // "GMR1"
-constexpr uint16_t kRecordVersion = 1;
+constexpr uint16_t kRecordVersion = 2;
 constexpr size_t kMaxNameBytes = 256;
 constexpr size_t kMaxAddressBytes = 16 * 1024;
 constexpr size_t kMaxRecordBytes = 32 * 1024;
@@ -24,6 +24,7 @@ std::string PeerRecord::Serialize() const {
   body.Text(wire, kMaxNameBytes);
   body.Text(address, kMaxAddressBytes);
   body.Text(topology_fingerprint, kMaxNameBytes);
+  body.Text(memory, kMaxNameBytes);
 
   ByteWriter record;
   record.Integer(kRecordMagic);
@@ -63,7 +64,8 @@ absl::StatusOr<PeerRecord> PeerRecord::Parse(absl::string_view bytes) {
       !reader.Integer(&rank) || !reader.Text(&record.host, kMaxNameBytes) ||
       !reader.Text(&record.region, kMaxNameBytes) || !reader.Text(&record.wire, kMaxNameBytes) ||
       !reader.Text(&record.address, kMaxAddressBytes) ||
-      !reader.Text(&record.topology_fingerprint, kMaxNameBytes) || !reader.Integer(&checksum) ||
+      !reader.Text(&record.topology_fingerprint, kMaxNameBytes) ||
+      !reader.Text(&record.memory, kMaxNameBytes) || !reader.Integer(&checksum) ||
       !reader.empty()) {
     return absl::InvalidArgumentError("peer record with a field of a wrong length");
   }

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "transport/bytes.h"
+#include "transport/local_memory.h"
 
 namespace geomesh::transport {
 namespace {
@@ -77,7 +78,7 @@ absl::StatusOr<SegmentHeader> ParseHeader(absl::Span<const std::byte> bytes, siz
   }
   const uint8_t type = Load<uint8_t>(at + 4);
   if (type < static_cast<uint8_t>(SegmentType::kData) ||
-      type > static_cast<uint8_t>(SegmentType::kRefused)) {
+      type > static_cast<uint8_t>(SegmentType::kPulled)) {
     return absl::InvalidArgumentError(absl::StrCat("segment of unknown type ", type));
   }
   SegmentHeader h;
@@ -109,8 +110,16 @@ absl::StatusOr<SegmentHeader> ParseHeader(absl::Span<const std::byte> bytes, siz
       if (absl::Status status = CheckData(h); !status.ok()) return status;
       break;
     }
+    case SegmentType::kInPlace:
+      if (payload_bytes != InPlace::kBytes || h.total_bytes == 0 ||
+          h.total_bytes > kMaxMessageBytes || h.offset != 0) {
+        return absl::InvalidArgumentError(absl::StrCat("message in place of ", h.total_bytes,
+                                                       " bytes, described in ", payload_bytes));
+      }
+      break;
     case SegmentType::kWanted:
     case SegmentType::kAnnounce:
+    case SegmentType::kPulled:
       if (payload_bytes == 0 || payload_bytes % 16 != 0 ||
           payload_bytes / 16 > kMaxKeysPerSegment) {
         return absl::InvalidArgumentError(
@@ -129,6 +138,7 @@ absl::StatusOr<SegmentHeader> ParseHeader(absl::Span<const std::byte> bytes, siz
     case SegmentType::kBye:
     case SegmentType::kLaneLost:
     case SegmentType::kWelcome:
+    case SegmentType::kReads:
       if (payload_bytes != 0) {
         return absl::InvalidArgumentError(
             absl::StrCat("segment of type ", type, " with ", payload_bytes, " bytes of payload"));

@@ -40,6 +40,9 @@ enum class SegmentType : uint8_t {
   kLaneLost = 9,   // id: the lane's name, offset: last sequence received on it
   kWelcome = 10,   // first segment of an accepted lane; total_bytes: unexpected bound
   kRefused = 11,   // the hello was refused; payload: text
+  kReads = 12,     // its sender can read the receiver's memory
+  kInPlace = 13,   // a whole message, left where it is; payload: InPlace
+  kPulled = 14,    // payload: keys of kInPlace messages that were read
 };
 
 // Set on kData: the receiver had said kWanted, the segment does not count against its bound.

@@ -112,7 +112,25 @@ TEST(SegmentTest, EveryFieldThatMustBeFixedIsChecked) {
     keys.payload_bytes = size;
     EXPECT_EQ(Check(keys).ok(), ok) << size;
   }
-  for (const SegmentType type : {SegmentType::kAck, SegmentType::kBye, SegmentType::kWelcome}) {
+  SegmentHeader in_place;
+  in_place.type = SegmentType::kInPlace;
+  in_place.total_bytes = 1;
+  in_place.payload_bytes = 24;
+  EXPECT_TRUE(Check(in_place).ok());
+  for (const uint32_t payload : {0u, 23u, 25u}) {
+    in_place.payload_bytes = payload;
+    EXPECT_FALSE(Check(in_place).ok()) << payload;
+  }
+  in_place.payload_bytes = 24;
+  for (const uint64_t total : {uint64_t{0}, kMaxMessageBytes + 1}) {
+    in_place.total_bytes = total;
+    EXPECT_FALSE(Check(in_place).ok()) << total;
+  }
+  in_place.total_bytes = 2 * kSegment;
+  in_place.offset = kSegment;
+  EXPECT_FALSE(Check(in_place).ok());
+  for (const SegmentType type :
+       {SegmentType::kAck, SegmentType::kBye, SegmentType::kWelcome, SegmentType::kReads}) {
     SegmentHeader bare;
     bare.type = type;
     EXPECT_TRUE(Check(bare).ok());
@@ -184,6 +202,7 @@ TEST(PeerRecordTest, RoundTripAndDamage) {
   record.wire = "ucx";
   record.address = std::string("\0\1binary\xff", 9);
   record.topology_fingerprint = "cafe";
+  record.memory = std::string("\0offer", 6);
   const std::string bytes = record.Serialize();
   const absl::StatusOr<PeerRecord> parsed = PeerRecord::Parse(bytes);
   ASSERT_TRUE(parsed.ok()) << parsed.status();
@@ -194,6 +213,7 @@ TEST(PeerRecordTest, RoundTripAndDamage) {
   EXPECT_EQ(parsed->wire, record.wire);
   EXPECT_EQ(parsed->address, record.address);
   EXPECT_EQ(parsed->topology_fingerprint, record.topology_fingerprint);
+  EXPECT_EQ(parsed->memory, record.memory);
   for (size_t at = 0; at < bytes.size(); ++at) {
     std::string broken = bytes;
     broken[at] ^= 4;

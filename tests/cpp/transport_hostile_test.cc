@@ -232,6 +232,13 @@ TEST_F(HostileTest, EachBreachIsNamed) {
          h.key.id = uint64_t{1} << 40;
          p->Post(h);
        }},
+      {"in place that this process can't read",
+       [](HostilePeer* p) {
+         SegmentHeader h = p->Header(SegmentType::kInPlace);
+         h.total_bytes = 100;
+         h.payload_bytes = 24;
+         p->Post(h);
+       }},
       {"refused", [](HostilePeer* p) { p->Post(p->Header(SegmentType::kRefused)); }},
       {"magic", [](HostilePeer* p) { p->Post(RandomBytes(80, 5), {}); }},
       {"header of 3 bytes", [](HostilePeer* p) { p->Post(RandomBytes(3, 5), {}); }},
@@ -295,7 +302,7 @@ TEST_F(HostileTest, TenThousandRandomSegments) {
     // Mostly right headers, so that the deeper checks are reached; then some damage.
     for (int i = 0; i < kSegmentsOfEach; ++i) {
       // Not kBye, after which nothing is looked at.
-      const auto type = static_cast<SegmentType>(1 + random() % 11);
+      const auto type = static_cast<SegmentType>(1 + random() % 14);
       SegmentHeader h = hostile.Header(type == SegmentType::kBye ? SegmentType::kHeartbeat : type);
       h.key = {random() % 3 == 0 ? kChannel : random() % 4, random() % 5 == 0 ? 999 : random() % 8};
       h.total_bytes = random() % 4 == 0 ? random() : random() % (4 * kSegment);
@@ -306,7 +313,8 @@ TEST_F(HostileTest, TenThousandRandomSegments) {
       size_t payload = random() % 3 == 0 ? random() % 1000 : 0;
       if (h.type == SegmentType::kData && h.offset < h.total_bytes) {
         payload = std::min<uint64_t>(kSegment, h.total_bytes - h.offset);
-      } else if (h.type == SegmentType::kWanted || h.type == SegmentType::kAnnounce) {
+      } else if (h.type == SegmentType::kWanted || h.type == SegmentType::kAnnounce ||
+                 h.type == SegmentType::kPulled) {
         payload = 16 * (1 + random() % 3);
       }
       h.payload_bytes = static_cast<uint32_t>(payload);
