@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from small_model import batch, make_model, reference, train
 from torch import nn
 
 
@@ -21,31 +22,6 @@ def join(backend: str) -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=30),
     )
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
-
-
-def train(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches:
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def reference(world: int, steps: int) -> list[torch.Tensor]:
-    model = make_model()
-    together = [[batch(rank, step) for rank in range(world)] for step in range(steps)]
-    train(model, [tuple(map(torch.cat, zip(*ranks, strict=True))) for ranks in together])  # type: ignore[misc]
-    return [parameter.detach() for parameter in model.parameters()]
 
 
 def meshes_and_shards(backend: str) -> None:
