@@ -62,6 +62,8 @@ def some_operations() -> str:
         dist.send(torch.ones(5), dst=2)
     elif rank == 2:
         dist.recv(torch.ones(5), src=0)
+    # Waiters go on before the recorder is told.
+    dist.distributed_c10d._get_default_group()._wait_for_pending_works()
     return _dump_fr_trace_json(backend="geomesh")
 
 
