@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from datetime import timedelta
 
@@ -36,8 +37,19 @@ def test_a_callback_starts_an_operation() -> None:
     run_ranks(2, chained)
 
 
+ONE_THREAD = (
+    "works complete on one thread, the one that runs callbacks: while a callback waits, no other "
+    "work of the process completes, whatever its deadline"
+)
+BACKENDS = [
+    pytest.param("geomesh", marks=pytest.mark.xfail(strict=True, reason=ONE_THREAD)),
+    "gloo",
+]
+
+
 def nested(wait: str) -> None:
     """A callback waits for an operation of its own, as PyTorch's PowerSGD does."""
+    signal.alarm(5)  # where the callback hangs, so does the group's end
     world = dist.get_world_size()
     seen: list[torch.Tensor] = []
     done = threading.Event()
@@ -58,17 +70,29 @@ def nested(wait: str) -> None:
     assert torch.equal(seen[0], torch.full((5,), float(world * world)))
 
 
-@pytest.mark.parametrize("backend", ["geomesh", "gloo"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wait", ["work", "future"])
-def test_a_callback_waits_for_an_operation(backend: str, wait: str, request) -> None:
-    if backend == "geomesh":
-        request.applymarker(
-            pytest.mark.xfail(
-                strict=True,
-                reason="works complete on one thread, the one that runs callbacks: a callback that "
-                "waits for another work keeps it from completing, without a deadline",
-            )
-        )
-    run_ranks(
-        2, nested, wait, init={"backend": backend, "timeout": timedelta(seconds=2)}, timeout=6
-    )
+def test_a_callback_waits_for_an_operation(backend: str, wait: str) -> None:
+    run_ranks(2, nested, wait, init={"backend": backend, "timeout": timedelta(seconds=2)})
+
+
+def slow() -> None:
+    """A callback takes its time: operations that have nothing to do with it are done meanwhile."""
+    released = threading.Event()
+    in_time: list[bool] = []
+    done = threading.Event()
+
+    def busy(_: torch.futures.Future) -> None:
+        in_time.append(released.wait(2))
+        done.set()
+
+    dist.all_reduce(torch.ones(5), async_op=True).get_future().add_done_callback(busy)
+    dist.all_reduce(torch.ones(5))
+    released.set()
+    assert done.wait(10)
+    assert in_time == [True], "the second operation ended after the callback only"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_callback_that_takes_its_time(backend: str) -> None:
+    run_ranks(2, slow, init={"backend": backend})
