@@ -9,7 +9,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_geomesh as gm
-from torch_geomesh.backend import backend_of, stats
+from torch_geomesh.backend import backend_of
 
 
 def sums(group: dist.ProcessGroup | None = None) -> None:
@@ -85,17 +85,19 @@ def mesh_dimensions() -> None:
         "cpu",
         (2, 2),
         mesh_dim_names=("across", "inside"),
-        backend_override={"across": ("geomesh", gm.Options(lanes=2)), "inside": "gloo"},
+        backend_override={"across": ("geomesh", gm.Options(lanes=3)), "inside": "gloo"},
     )
     assert is_geomesh(mesh.get_group("across"))
     assert not is_geomesh(mesh.get_group("inside"))
     assert is_geomesh() == ours
     for name in ("across", "inside"):
         sums(mesh.get_group(name))
-    peers = [peer for peer in stats(mesh.get_group("across")) if peer["segments_sent"]]
-    assert {peer["lanes"] for peer in peers} == {2}
+    # The options came through: the engine, one for all groups, runs with them.
+    with pytest.raises(ValueError, match="runs with lanes='3'"):
+        dist.new_group(backend="geomesh", pg_options=gm.Options(lanes=2))
 
 
 @pytest.mark.parametrize("default", ["geomesh", "gloo"])
 def test_a_mesh_with_a_backend_a_dimension(default: str) -> None:
-    run_ranks(4, mesh_dimensions, init={"backend": default}, environment={"GEOMESH_LANES": "2"})
+    environment = {"GEOMESH_LANES": "3"} if default == "geomesh" else {}
+    run_ranks(4, mesh_dimensions, init={"backend": default}, environment=environment)
