@@ -124,7 +124,7 @@ def low_rank_gradients() -> None:
     """With as many columns as a matrix has, PowerSGD is exact: the reference needs none."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
-    signal.alarm(10)  # it hangs where it does not work
+    signal.alarm(8)  # it hangs where it does not work
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(make_model())
     state = power.PowerSGDState(
