@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -11,11 +12,27 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+Callback = Callable[[torch.futures.Future], None]
+
+
+def started_with(callback: Callback) -> None:
+    """Start an operation that ends with the callback, on a thread of the backend's.
+
+    Of two ranks, 1 has the callback; 0 joins the operation when that is in place, for the callback
+    of a work that is done already runs where it is added.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        work.get_future().add_done_callback(callback)
+        store.set("added", "")
+    else:
+        store.wait(["added"])
+        dist.all_reduce(torch.ones(5))
+
 
 def chained() -> None:
     """A callback starts the next operation; nobody waits in it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    total = sum(range(1, world + 1))
     seen: list[torch.Tensor] = []
     done = threading.Event()
 
@@ -27,10 +44,12 @@ def chained() -> None:
         work = dist.all_reduce(future.value()[0], async_op=True)
         work.get_future().add_done_callback(last)
 
-    first = dist.all_reduce(torch.full((5,), float(rank + 1)), async_op=True)
-    first.get_future().add_done_callback(following)
-    assert done.wait(20)
-    assert torch.equal(seen[0], torch.full((5,), float(world * total)))
+    started_with(following)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.full((5,), 10.0))
+    else:
+        assert done.wait(20)
+        assert torch.equal(seen[0], torch.full((5,), 12.0))
 
 
 def test_a_callback_starts_an_operation() -> None:
@@ -50,7 +69,6 @@ BACKENDS = [
 def nested(wait: str) -> None:
     """A callback waits for an operation of its own, as PyTorch's PowerSGD does."""
     signal.alarm(5)  # where the callback hangs, so does the group's end
-    world = dist.get_world_size()
     seen: list[torch.Tensor] = []
     done = threading.Event()
 
@@ -64,10 +82,12 @@ def nested(wait: str) -> None:
         seen.append(tensor)
         done.set()
 
-    work = dist.all_reduce(torch.ones(5), async_op=True)
-    work.get_future().add_done_callback(inside)
-    assert done.wait(4), "the callback did not come back"
-    assert torch.equal(seen[0], torch.full((5,), float(world * world)))
+    started_with(inside)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.full((5,), 10.0))
+    else:
+        assert done.wait(4), "the callback did not come back"
+        assert torch.equal(seen[0], torch.full((5,), 12.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -83,14 +103,15 @@ def slow() -> None:
     done = threading.Event()
 
     def busy(_: torch.futures.Future) -> None:
-        in_time.append(released.wait(2))
+        in_time.append(released.wait(3))
         done.set()
 
-    dist.all_reduce(torch.ones(5), async_op=True).get_future().add_done_callback(busy)
+    started_with(busy)
     dist.all_reduce(torch.ones(5))
     released.set()
-    assert done.wait(10)
-    assert in_time == [True], "the second operation ended after the callback only"
+    if dist.get_rank() == 1:
+        assert done.wait(10)
+        assert in_time == [True], "the second operation ended after the callback only"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
