@@ -1,0 +1,206 @@
+"""Runs test files of PyTorch's repository (test/distributed) with a backend in Gloo's place.
+
+The wheel does not carry these files: give the folder of a PyTorch source tree. They are rewritten
+in memory only, and their processes are forked.
+
+    python tests/compatibility/c10d_suite.py --folder PYTORCH/test/distributed --backend geomesh \\
+        --out FILE
+
+Some tests compare the text of Gloo's own error messages. They count as "worded" where an error of
+the right kind comes in other words: each failure is tried once more without its text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import types
+import unittest
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch_suite import Outcomes
+
+FILES = (
+    "test_c10d_gloo",
+    "test_c10d_common",
+    "test_c10d_spawn_gloo",
+    "test_c10d_object_collectives",
+    "test_collective_utils",
+    "test_pg_wrapper",
+)
+# What only concerns Gloo's own devices or other libraries, or has left PyTorch.
+LEFT_OUT = re.compile(r"CompilerTest|LocalRankTest|NCCL|Nccl|cuda|_gpu|ExtensionTest|ReduceOpTest")
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the folder's files with the backend's name in Gloo's place."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.folder, self.backend = folder, backend
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        file = self.folder / f"{name}.py"
+        if not name.startswith("test_") or not file.exists():
+            return None
+        return importlib.util.spec_from_file_location(name, file, loader=self)
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text()
+        # Left PyTorch since; only CompilerTest needs it.
+        source = re.sub(r"^from torch.distributed._spmd.*$", "", source, flags=re.M)
+        if self.backend != "gloo":
+            source = source.replace('"gloo"', f'"{self.backend}"')
+            source = source.replace("c10d.ProcessGroupGloo", "c10d.ProcessGroupInGloosPlace")
+            source = source.replace("BackendType.GLOO", "BackendType.CUSTOM")
+        exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
+
+
+def in_gloos_place(backend: str) -> type:
+    """Return a class that is called as ProcessGroupGloo and makes the backend's group."""
+    import torch.distributed as dist
+
+    class Place:
+        _Options = types.SimpleNamespace
+        Options = types.SimpleNamespace
+
+        def __new__(cls, store: Any, rank: int, size: int, opts: Any = None, timeout: Any = None):
+            given = dist.distributed_c10d._DistributedBackendOptions()
+            given.store, given.group_rank, given.group_size = store, rank, size
+            seconds = getattr(opts, "_timeout", None) or timeout or 50.0
+            if not isinstance(seconds, timedelta):
+                seconds = timedelta(seconds=seconds)
+            given.timeout, given.group_id = seconds, "0"
+            given.global_ranks_in_group = list(range(size))
+            return dist.Backend._plugins[backend.upper()].creator_fn(given, None)
+
+    return Place
+
+
+def fork_instead_of_spawn() -> None:
+    """Start the ranks of all test cases as forks."""
+    import torch
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    def start(self: Any) -> None:
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    MultiProcessTestCase._spawn_processes = start
+    get_context = torch.multiprocessing.get_context
+    torch.multiprocessing.get_context = lambda method=None: get_context("fork")
+
+
+def without_texts() -> None:
+    """Let assertRaisesRegex take any text."""
+    from torch.testing._internal.common_utils import TestCase
+
+    def raises(self: Any, kind: Any, pattern: Any, *args: Any, **words: Any) -> Any:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        take = (*kinds, RuntimeError)
+        return unittest.TestCase.assertRaises(self, take, *args, **words)  # noqa: PT027
+
+    for case in (TestCase, unittest.TestCase):
+        case.assertRaisesRegex = raises  # type: ignore[method-assign]
+
+
+def cases(files: list[str], pattern: str) -> unittest.TestSuite:
+    """Return the tests of the files whose names match and that are not left out."""
+    suite = unittest.TestSuite()
+    loader = unittest.TestLoader()
+    for file in files:
+        try:
+            module = importlib.import_module(file)
+        except (Exception, SystemExit) as error:
+            print(f"{file} can't be imported here: {error}", file=sys.stderr)
+            continue
+        for case in vars(module).values():
+            if not (isinstance(case, type) and issubclass(case, unittest.TestCase)):
+                continue
+            if case.__module__ != file:
+                continue
+            for test in loader.getTestCaseNames(case):
+                name = f"{file}.{case.__name__}.{test}"
+                if re.search(pattern, name) and not LEFT_OUT.search(name):
+                    suite.addTest(case(test))
+    return suite
+
+
+class Named(Outcomes):
+    """Outcomes by file, class and test."""
+
+    def name(self, test: unittest.TestCase) -> str:
+        return test.id()
+
+
+def main() -> int:
+    """Run the files and write the JSON file; 0 unless nothing ran."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--files", nargs="*", default=FILES)
+    parser.add_argument("-k", "--match", default="", help="only tests whose names match")
+    parser.add_argument("--limit", type=int, default=60, help="seconds a test may take")
+    options = parser.parse_args()
+    os.environ.update(
+        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(options.limit),
+        PYTORCH_PRINT_REPRO_ON_FAILURE="0",
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+        TEMP_DIR=tempfile.mkdtemp(),
+        BACKEND=options.backend,
+    )
+    import torch
+    import torch.distributed as dist
+    import torch.testing._internal.common_distributed
+
+    logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.CRITICAL)
+    dist.ProcessGroupInGloosPlace = in_gloos_place(options.backend)  # type: ignore[attr-defined]
+    fork_instead_of_spawn()
+    sys.meta_path.insert(0, Finder(options.folder, options.backend))
+
+    outcomes = Named()
+    cases(list(options.files), options.match).run(outcomes)
+    failed = [name for name, test in outcomes.tests.items() if test["outcome"] == "failed"]
+    if failed:
+        without_texts()
+        again = Named()
+        names = "|".join(re.escape(name) + "$" for name in failed)
+        cases(list(options.files), names).run(again)
+        for name in failed:
+            if again.tests.get(name, {}).get("outcome") == "passed":
+                outcomes.tests[name]["outcome"] = "worded"
+    counts = Counter(test["outcome"] for test in outcomes.tests.values())
+    version = options.folder.parents[1] / "version.txt"
+    result = {
+        "suite": "test/distributed",
+        "files": list(options.files),
+        "files_version": version.read_text().strip() if version.exists() else "",
+        "torch": torch.__version__,
+        "backend": options.backend,
+        "world": 0,  # the tests' own, 1 to 4
+        "names": "widened",
+        "counts": dict(sorted(counts.items())),
+        "tests": dict(sorted(outcomes.tests.items())),
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(options.backend, dict(counts))
+    return 0 if outcomes.tests else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
