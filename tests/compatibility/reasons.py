@@ -1,0 +1,44 @@
+"""Why geomesh does not pass some of PyTorch's own tests, by name, for docs/compatibility.md."""
+
+_COALESCED = (
+    "all_gather_coalesced is one operation a tensor here, and so one event of the profiler each; "
+    "the tests expect one event for the whole call. The results are right."
+)
+
+_LISTS = (
+    "Gloo takes lists of several tensors a rank and reduces over them too; geomesh, as NCCL, takes "
+    "one tensor a call. PyTorch's Python functions only pass one."
+)
+_ROOT_TENSOR = (
+    "`rootTensor`, the number of a tensor in such a list, is not looked at: there is one tensor."
+)
+_OTHER_PYTORCH = "Not of this PyTorch, or it needs a GPU: no backend passes here."
+
+REASONS: dict[str, str] = {
+    "test_ddp_logging_data_cpu": (
+        'PyTorch calls every backend that it does not know by name "custom" in DDP\'s log.'
+    ),
+    "test_all_gather_coalesced_complex": _COALESCED,
+    "test_all_gather_coalesced_full_group": _COALESCED,
+    "test_all_gather_coalesced_simple": _COALESCED,
+    "test_all_gather_coalesced_with_empty": _COALESCED,
+    "test_all_gather_coalesced_group": _COALESCED,
+    "test_allgather_basics": _LISTS,
+    "test_allgather_noncontiguous_input": _LISTS,
+    "test_allreduce_basics": _LISTS,
+    "test_broadcast_basics": _LISTS,
+    "test_sparse_allreduce_basics": _LISTS,
+    "test_broadcast_checks": _ROOT_TENSOR,
+    "test_reduce_checks": _ROOT_TENSOR,
+    "test_allgather_coalesced_checks": (
+        "It takes an output of another size than the input for an error on every rank; here sizes "
+        "may differ by rank, so only the rank whose own part does not fit can tell at once."
+    ),
+    "test_barrier_implies_wait": (
+        "A barrier does not wait for operations that were issued before it and not waited for. "
+        "It fails most times, not each time."
+    ),
+    "test_init_process_group_for_all_backends": _OTHER_PYTORCH,
+    "test_default_store_timeout_gloo": _OTHER_PYTORCH,
+    "test_new_group_local_sync": _OTHER_PYTORCH,
+}
