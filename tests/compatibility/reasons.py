@@ -12,7 +12,6 @@ _LISTS = (
 _ROOT_TENSOR = (
     "`rootTensor`, the number of a tensor in such a list, is not looked at: there is one tensor."
 )
-_OTHER_PYTORCH = "Not of this PyTorch, or it needs a GPU: no backend passes here."
 
 REASONS: dict[str, str] = {
     "test_ddp_logging_data_cpu": (
@@ -38,7 +37,4 @@ REASONS: dict[str, str] = {
         "A barrier does not wait for operations that were issued before it and not waited for. "
         "It fails most times, not each time."
     ),
-    "test_init_process_group_for_all_backends": _OTHER_PYTORCH,
-    "test_default_store_timeout_gloo": _OTHER_PYTORCH,
-    "test_new_group_local_sync": _OTHER_PYTORCH,
 }
