@@ -44,6 +44,8 @@ __all__ = ["Link", "Path", "Topology", "TopologyError", "shipped"]
 
 _REGION_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _MAX_REGIONS = 250
+# No network is slower or faster; times computed from such rates stay sensible numbers.
+_LEAST_GBIT, _MOST_GBIT = 1e-9, 1e6
 _PATH_KEYS = ("gbit_per_s", "rtt_ms", "jitter_ms", "loss", "queue_ms")
 
 
@@ -193,6 +195,16 @@ class Topology:
         """Return the same topology with all rates multiplied by `factor`; delays stay."""
         if not (math.isfinite(factor) and factor > 0):
             raise TopologyError(f"the scale factor must be a positive number, not {factor}")
+        rates = [
+            path.bytes_per_s * factor
+            for link in (*self.links.values(), self.inside)
+            for path in link.paths
+        ]
+        for rate in (min(rates), max(rates)):
+            if not _LEAST_GBIT <= rate * 8e-9 <= _MOST_GBIT:
+                raise TopologyError(
+                    f"{self.name} scaled by {factor:g}, a path would carry {rate:g} bytes a second"
+                )
         return dataclasses.replace(
             self,
             links={pair: link.scaled(factor) for pair, link in self.links.items()},
@@ -311,20 +323,25 @@ class _Table:
         *,
         default: float | None,
         above: float | None = None,
+        least: float = 0.0,
         most: float = math.inf,
     ) -> float:
-        """Read a number >= 0, or > `above`, and at most `most`; None: it has no default."""
+        """Read a number >= `least`, or > `above`, and at most `most`; None: it has no default."""
         value = self.data.get(key, default)
         if value is None:
             raise self.error(key, "is missing")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"must be a number, not {value!r}")
-        low_enough = math.isfinite(value) and value <= most
-        if not low_enough or (value < 0 if above is None else value <= above):
-            bound = "at least 0" if above is None else f"above {above:g}"
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number beyond floats
+            number = math.inf if value > 0 else -math.inf
+        low_enough = math.isfinite(number) and number <= most
+        if not low_enough or (number < least if above is None else number <= above):
+            bound = f"at least {least:g}" if above is None else f"above {above:g}"
             limit = "" if math.isinf(most) else f" and at most {most:g}"
-            raise self.error(key, f"must be {bound}{limit}, not {value!r}")
-        return float(value)
+            raise self.error(key, f"must be {bound}{limit}, not {number:.15g}")
+        return number
 
     def tables(self, key: str) -> list[Any]:
         value = self.data.get(key, [])
@@ -407,7 +424,9 @@ def _path(table: _Table) -> Path:
     if "queue_ms" in table.data:
         queue_s = _rounded(table.number("queue_ms", default=None, above=0.0, most=60_000) / 1e3)
     return Path(
-        bytes_per_s=_rounded(table.number("gbit_per_s", default=None, above=0.0) * 1e9 / 8),
+        bytes_per_s=_rounded(
+            table.number("gbit_per_s", default=None, least=_LEAST_GBIT, most=_MOST_GBIT) * 1e9 / 8
+        ),
         delay_s=_rounded(table.number("rtt_ms", default=None, most=60_000) / 2e3),
         jitter_s=_rounded(table.number("jitter_ms", default=0.0, most=60_000) / 1e3),
         loss=_rounded(table.number("loss", default=0.0, most=1.0)),

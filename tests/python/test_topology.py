@@ -1,6 +1,7 @@
 """Topology files: the shipped one against the published numbers, every check, scale, round trip."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path as FilePath
@@ -68,6 +69,12 @@ def test_scaled_multiplies_rates_and_nothing_else() -> None:
     for bad in (0, -1, float("nan"), float("inf")):
         with pytest.raises(TopologyError, match="positive number"):
             azure.scaled(bad)
+
+
+@pytest.mark.parametrize("factor", [1e300, 1e-300])
+def test_a_scale_beyond_all_networks_is_refused(factor: float) -> None:
+    with pytest.raises(TopologyError, match=re.escape(f"scaled by {factor:g}, a path")):
+        Topology.load("azure-4").scaled(factor)
 
 
 def test_fingerprint_is_of_content() -> None:
@@ -185,9 +192,22 @@ BAD = {
     "both kinds of ends": (GOOD + 'to = "oslo"', "between: stands for both directions"),
     "missing rate": (changed("gbit_per_s = 0.4\n", ""), "link 1: gbit_per_s: is missing"),
     "missing delay": (changed("rtt_ms = 210\n", ""), "link 1: rtt_ms: is missing"),
-    "rate of zero": (changed("0.4", "0"), "gbit_per_s: must be above 0, not 0"),
+    "rate of zero": (
+        changed("0.4", "0"),
+        "gbit_per_s: must be at least 1e-09 and at most 1e+06, not 0",
+    ),
     "negative delay": (changed("210", "-1"), "rtt_ms: must be at least 0 and at most 60000"),
-    "infinite rate": (changed("0.4", "inf"), "gbit_per_s: must be above 0"),
+    "infinite rate": (changed("0.4", "inf"), "gbit_per_s: must be at least 1e-09"),
+    "rate above all networks": (
+        changed("0.4", "1e300"),
+        "at least 1e-09 and at most 1e+06, not 1e+300",
+    ),
+    "rate of paths": (
+        GOOD + "[[link.path]]\ngbit_per_s = 1e301",
+        "link 1: path 1: gbit_per_s: must be at least 1e-09 and at most 1e+06",
+    ),
+    "rate below all networks": (changed("0.4", "1e-300"), "gbit_per_s: must be at least 1e-09"),
+    "rate beyond floats": (changed("0.4", "9" * 400), "gbit_per_s: must be at least 1e-09"),
     "rate as text": (changed("0.4", '"fast"'), "gbit_per_s: must be a number, not 'fast'"),
     "rate as truth": (changed("0.4", "true"), "gbit_per_s: must be a number, not True"),
     "loss above one": (GOOD + "loss = 1.5", "loss: must be at least 0 and at most 1"),
