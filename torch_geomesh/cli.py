@@ -17,23 +17,29 @@ import torch_geomesh
 _INTERRUPTED = 130
 
 
+def _path(text: str) -> Path:
+    if not text:  # often a shell variable that is not set; as a path it would be this folder
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
+
+
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
-        type=Path,
+        type=_path,
         metavar="PATH",
         help="text to train on: a file or a folder of text files, at least about 100 KB "
         "(default: the Python standard library's sources)",
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_path,
         default=Path("demo-out"),
         metavar="DIR",
         help="where report.html, report.png and run.json go (default: demo-out)",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the figures there too, as JSON"
+        "--json", type=_path, metavar="FILE", help="write the figures there too, as JSON"
     )
     parser.add_argument(
         "--seed",
@@ -123,7 +129,7 @@ def _options(arguments: argparse.Namespace) -> int:
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="of a run that has ended, such as demo-out"
+        "folder", type=_path, metavar="FOLDER", help="of a run that has ended, such as demo-out"
     )
 
 
