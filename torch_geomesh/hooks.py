@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_geomesh import backend
+from torch_geomesh.arguments import number, whole_number
 from torch_geomesh.seeds import derive_seed
 from torch_geomesh.train import row_elements
 
@@ -43,10 +44,12 @@ class SignHookState:
         seed: int = 0,
         residual_decay: float | None = None,
     ) -> None:
-        if residual_decay is not None and not 0 <= residual_decay <= 1:
-            raise ValueError(f"expected 0 <= residual_decay <= 1, got {residual_decay}")
+        if residual_decay is not None:
+            residual_decay = number("SignHookState", "residual_decay", residual_decay)
+            if not 0 <= residual_decay <= 1:
+                raise ValueError(f"expected 0 <= residual_decay <= 1, got {residual_decay}")
         self.process_group = process_group
-        self.seed = seed
+        self.seed = whole_number("SignHookState", "seed", seed)
         self.residual_decay = residual_decay
         self.step = 0
         self.bytes_sent = 0

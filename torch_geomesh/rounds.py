@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_geomesh import backend
+from torch_geomesh.arguments import number, whole_number
 from torch_geomesh.sampler import GeoMeshSampler, RankReport
 from torch_geomesh.steptimer import StepTimer
 
@@ -34,6 +35,8 @@ _log = logging.getLogger("torch_geomesh")
 _STATE_VERSION = 1
 _EVENTS_KEPT = 10_000
 _MOST_TOKENS = 1 << 48  # in one call: sums over steps and ranks stay exact
+# What a rank's report says of its weight in the mean.
+_UNKNOWN, _COUNTS, _COUNTS_NOT = 0.0, 1.0, 2.0
 # The ranks' reports travel while the last inner steps are computed.
 _REPORT_AT = 0.7
 
@@ -108,11 +111,23 @@ class OuterLoop:
         on_round: Callable[[RoundEvent], None] | None,
     ) -> None:
         self._name = type(self).__name__
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{self._name}: expected a torch.nn.Module, got {type(model).__name__}")
         self._parameters = self._trainable(model, optimizer)
         if (sampler is None) == (inner_steps is None):
             raise ValueError(f"{self._name} takes either a sampler or inner_steps")
-        if inner_steps is not None and inner_steps < 1:
-            raise ValueError(f"expected inner_steps >= 1, got {inner_steps}")
+        if sampler is not None and not isinstance(sampler, GeoMeshSampler):
+            raise TypeError(
+                f"{self._name}: expected a GeoMeshSampler, got {type(sampler).__name__}"
+            )
+        if inner_steps is not None:
+            inner_steps = whole_number(self._name, "inner_steps", inner_steps)
+            if inner_steps < 1:
+                raise ValueError(f"expected inner_steps >= 1, got {inner_steps}")
+        if on_round is not None and not callable(on_round):
+            raise TypeError(f"{self._name}: expected a function for on_round, got {on_round!r}")
+        outer_lr = number(self._name, "outer_lr", outer_lr)
+        outer_momentum = number(self._name, "outer_momentum", outer_momentum)
         if not 0 < outer_lr < math.inf or not 0 <= outer_momentum < 1:
             raise ValueError(
                 f"expected a finite outer_lr > 0 and 0 <= outer_momentum < 1, got {outer_lr} and "
@@ -199,7 +214,7 @@ class OuterLoop:
         """Add to this rank's weight in the round in progress; call it before the step.
 
         Without any call a rank counts its samples (its steps, without a sampler). With one, all
-        ranks must count.
+        ranks must count, and go on to: a round in which some do and some do not is refused.
         """
         try:
             tokens = operator.index(tokens)
@@ -508,7 +523,9 @@ class OuterLoop:
         self._measure()
         last_ready = self.events[-1].ready_unix if self.events else 0.0
         report = self._sampler.report().to_list() if self._sampler is not None else []
-        mine = torch.tensor([float(self._round), last_ready, *report], dtype=torch.float64)
+        # Of a rank that has not stepped yet nobody knows whether it is going to count.
+        counts = _COUNTS if self._counts_tokens else _COUNTS_NOT if self._steps else _UNKNOWN
+        mine = torch.tensor([float(self._round), last_ready, counts, *report], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = None
         if self.world_size > 1:
@@ -531,9 +548,19 @@ class OuterLoop:
                 f"the ranks are in different rounds: {rounds} (by rank); a round that failed on "
                 f"some ranks only was not repeated by all"
             )
+        counting, not_counting = (
+            [rank for rank, n in enumerate(numbers) if n[2] == kind]
+            for kind in (_COUNTS, _COUNTS_NOT)
+        )
+        if counting and not_counting:
+            raise RuntimeError(
+                f"ranks {counting} call count_tokens(), ranks {not_counting} do not: tokens and "
+                f"samples can't be weighed against each other; call it on all ranks, before each "
+                f"step, or on none"
+            )
         if self._sampler is None:
             return [(n[1], RankReport(0.0, 0.0, 0.0, 1, 0)) for n in numbers]
-        reports = [(n[1], RankReport.from_list(n[2:])) for n in numbers]
+        reports = [(n[1], RankReport.from_list(n[3:])) for n in numbers]
         self._sampler.check([report for _, report in reports])
         return reports
 

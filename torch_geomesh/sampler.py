@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from torch_geomesh.arguments import whole_number
 from torch_geomesh.balance import CostModel, RankCost, Share, balance, balance_rest
 
 # A rest of an epoch smaller than this part of a round joins the round before it.
@@ -79,6 +80,17 @@ class _Round:
         return self.begin + sum(share.samples for share in self.shares[:rank])
 
 
+def _length(dataset: Sized | int) -> int:
+    try:
+        # A number is the length itself; a tensor, which counts as a number too, is a data set.
+        return len(dataset) if hasattr(dataset, "__len__") else whole_number("", "", dataset)
+    except TypeError:
+        raise TypeError(
+            f"GeoMeshSampler: expected a data set with a length, or the length itself, got "
+            f"{dataset!r}"
+        ) from None
+
+
 class GeoMeshSampler(Sampler[list[int]]):
     """A batch sampler that gives each rank the work it can do in the time all ranks have.
 
@@ -130,20 +142,24 @@ class GeoMeshSampler(Sampler[list[int]]):
         max_global_batch: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        length = dataset if isinstance(dataset, int) else len(dataset)
-        if length < 0:
-            raise ValueError(f"expected a data set of length >= 0, got {length}")
+        self.length = _length(dataset)
+        if self.length < 0:
+            raise ValueError(f"expected a data set of length >= 0, got {self.length}")
+
+        def whole(name: str, value: int | None) -> Any:
+            return None if value is None else whole_number("GeoMeshSampler", name, value)
+
+        self.seed = whole_number("GeoMeshSampler", "seed", seed)
+        max_batch_size = whole_number("GeoMeshSampler", "max_batch_size", max_batch_size)
         if max_batch_size < 1:
             raise ValueError(f"expected max_batch_size >= 1, got {max_batch_size}")
-        self.length = length
-        self.seed = seed
         self.max_batch_size = max_batch_size
         self._bounds: dict[str, Any] = {
-            "inner_steps": inner_steps,
-            "min_inner_steps": min_inner_steps,
-            "max_inner_steps": max_inner_steps,
-            "min_samples": min_global_batch,
-            "max_samples": max_global_batch,
+            "inner_steps": whole_number("GeoMeshSampler", "inner_steps", inner_steps),
+            "min_inner_steps": whole_number("GeoMeshSampler", "min_inner_steps", min_inner_steps),
+            "max_inner_steps": whole("max_inner_steps", max_inner_steps),
+            "min_samples": whole("min_global_batch", min_global_batch),
+            "max_samples": whole("max_global_batch", max_global_batch),
         }
         self.rank, limits = self._meet(process_group)
         self.world_size = len(limits)

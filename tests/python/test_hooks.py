@@ -340,3 +340,11 @@ def test_bfloat16_gradients(kind: str) -> None:
 def test_bad_decay_is_refused() -> None:
     with pytest.raises(ValueError, match="residual_decay"):
         SignHookState(residual_decay=1.5)
+    with pytest.raises(TypeError, match="expected a number for residual_decay, got 'half'"):
+        SignHookState(residual_decay="half")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", ["x", 1.5, None])
+def test_a_seed_that_is_no_whole_number_is_refused_at_once(seed: object) -> None:
+    with pytest.raises(TypeError, match="SignHookState: expected a whole number for seed, got"):
+        SignHookState(seed=seed)  # type: ignore[arg-type]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -392,6 +394,43 @@ def test_bad_arguments_are_refused(bad: dict[str, int], reason: str) -> None:
         GeoMeshSampler(10, **bad)
     with pytest.raises(ValueError, match="length"):
         GeoMeshSampler(-1, max_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_batch_size", 2.5),
+        ("max_batch_size", "4"),
+        ("max_batch_size", True),
+        ("seed", "x"),
+        ("seed", 1.5),
+        ("inner_steps", 2.5),
+        ("min_inner_steps", 1.5),
+        ("max_inner_steps", "many"),
+        ("min_global_batch", 1.5),
+        ("max_global_batch", 12.0),
+    ],
+)
+def test_what_is_no_whole_number_is_refused_by_name(name: str, value: object) -> None:
+    arguments = {"max_batch_size": 4, name: value}
+    text = f"GeoMeshSampler: expected a whole number for {name}, got {value!r}"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        GeoMeshSampler(100, **arguments)  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_other_types_are_taken() -> None:
+    plain = GeoMeshSampler(100, max_batch_size=4, seed=3, inner_steps=8)
+    other = GeoMeshSampler(
+        np.int64(100), max_batch_size=np.int32(4), seed=torch.tensor(3), inner_steps=np.int64(8)
+    )
+    assert other.state_dict() == plain.state_dict()
+    assert list(other) == list(plain)
+
+
+@pytest.mark.parametrize("data", [10.5, None, True, iter([])])
+def test_a_data_set_without_a_length_is_refused(data: object) -> None:
+    with pytest.raises(TypeError, match="GeoMeshSampler: expected a data set with a length"):
+        GeoMeshSampler(data, max_batch_size=4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import re
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -502,6 +503,23 @@ def test_what_cannot_work_is_refused_with_the_reason() -> None:
     ]:
         with pytest.raises(ValueError, match=reason):
             GeoMesh(model, sgd(model), **arguments)  # type: ignore[arg-type]
+
+    for arguments, reason in [
+        ({"inner_steps": 2.5}, "GeoMesh: expected a whole number for inner_steps, got 2.5"),
+        ({"inner_steps": 2, "seed": "x"}, "GeoMesh: expected a whole number for seed, got 'x'"),
+        ({"inner_steps": 2, "outer_lr": "x"}, "GeoMesh: expected a number for outer_lr, got 'x'"),
+        ({"inner_steps": 2, "outer_momentum": None}, "expected a number for outer_momentum"),
+        ({"inner_steps": 2, "residual_decay": "x"}, "expected a number for residual_decay"),
+        ({"inner_steps": 2, "timeout": 5}, r"expected a timedelta for timeout, got 5"),
+        ({"inner_steps": 2, "on_round": 3}, "expected a function for on_round, got 3"),
+        ({"sampler": [[0]]}, "expected a GeoMeshSampler, got list"),
+    ]:
+        with pytest.raises(TypeError, match=reason):
+            GeoMesh(model, sgd(model), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected a timeout above 0"):
+        GeoMesh(model, sgd(model), inner_steps=2, timeout=timedelta(0))
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got int"):
+        GeoMesh(3, sgd(model), inner_steps=2)  # type: ignore[arg-type]
 
     frozen = make_model().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter that requires"):

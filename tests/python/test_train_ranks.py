@@ -370,6 +370,38 @@ def test_ranks_that_differ_are_told_in_what(kind: str) -> None:
         assert "length 100 and 101" in length
 
 
+def tokens_counted_here_only(fake: bool, how: str) -> tuple[str, int]:
+    rank = dist.get_rank()
+    model = make_model(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = GeoMeshSampler(60, max_batch_size=4, inner_steps=4) if how == "sampler" else None
+    batches = DataLoader(make_data(60), batch_sampler=sampler) if sampler else [batch_of(0, 0)] * 12
+    steps = None if sampler else 4
+    with GeoMesh(model, optimizer, sampler=sampler, inner_steps=steps) as mesh:
+        try:
+            for x, y in batches:
+                if rank == 1 or (how == "later" and mesh.round == 0):
+                    mesh.count_tokens(x.numel())
+                train_step(model, optimizer, x, y)
+        except RuntimeError as error:
+            return str(error), mesh.round
+    return "", mesh.round
+
+
+@pytest.mark.parametrize("how", ["steps", "sampler"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_counted_on_some_ranks_only_are_refused(kind: str, how: str) -> None:
+    for text, rounds in run(3, kind, tokens_counted_here_only, kind == "fake", how):
+        assert "ranks [1] call count_tokens(), ranks [0, 2] do not" in text
+        assert rounds == 0  # nothing was committed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_counts_no_more_is_no_error(kind: str) -> None:
+    # One that has counted goes on to count: without a call it has no tokens.
+    assert run(2, kind, tokens_counted_here_only, kind == "fake", "later") == [("", 3), ("", 3)]
+
+
 def not_geomesh() -> str:
     model = make_model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
