@@ -169,6 +169,20 @@ def _meeting_place(backend_options: Any) -> tuple[dist.Store, list[int], str, st
     return store, members, job, name
 
 
+def _warn_of_missing_regions(regions: list[str], rank: int) -> None:
+    """Say on rank 0 and on the ranks concerned that some have a region and some have not."""
+    missing = [r for r, region in enumerate(regions) if not region]
+    if rank not in {0, *missing} or len(missing) in (0, len(regions)):
+        return
+    named = ", ".join(dict.fromkeys(region for region in regions if region))
+    shown = f"{missing[:16]}{' and more' if len(missing) > 16 else ''}"
+    warnings.warn(
+        f"ranks {shown} have no region, the others have {named}: those without one count as a "
+        f"region of their own, far from the others; set GEOMESH_REGION on all ranks or on none",
+        stacklevel=2,
+    )
+
+
 def create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
     """Make a group's backend; c10d calls it with its extended arguments."""
     module = extension()
@@ -188,6 +202,8 @@ def create(backend_options: Any, pg_options: Any) -> _C.ProcessGroupGeoMesh:
     options.set_timeout(
         timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
     )
-    return module.ProcessGroupGeoMesh(
-        store, backend_options.group_rank, backend_options.group_size, options
-    )
+    rank = backend_options.group_rank
+    group = module.ProcessGroupGeoMesh(store, rank, backend_options.group_size, options)
+    if not meeting[1]:  # the first group of the job
+        _warn_of_missing_regions(group.regions, rank)
+    return group

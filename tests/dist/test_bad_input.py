@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -57,6 +58,37 @@ def test_rank_without_a_region() -> None:
     for text in errors(2, *regions, GEOMESH_TOPOLOGY="azure-4"):
         assert "rank 1" in text
         assert "set GEOMESH_REGION" in text
+
+
+def regions_warned_of() -> list[str]:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.init_process_group(
+            "geomesh",
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=20),
+        )
+        dist.new_group()  # said once, not for each group
+    return [str(one.message) for one in caught if "GEOMESH_REGION" in str(one.message)]
+
+
+def test_regions_on_some_ranks_only_are_warned_of() -> None:
+    def run(*regions: str) -> list[list[str]]:
+        per_rank = [{"GEOMESH_REGION": region} for region in regions]
+        return run_ranks(
+            len(regions), regions_warned_of, initialize=False, per_rank_environment=per_rank
+        )
+
+    first, named, nameless = run("eastus", "eastasia", "")
+    assert first == nameless  # rank 0, who is read most, and those that have none
+    assert named == []
+    (text,) = first
+    assert "ranks [2] have no region, the others have eastus, eastasia" in text
+    assert "set GEOMESH_REGION on all ranks or on none" in text
+    assert run("", "") == run("eastus", "eastasia") == [[], []]
 
 
 def test_ranks_with_different_topologies() -> None:
