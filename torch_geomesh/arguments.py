@@ -1,4 +1,4 @@
-"""Checks of numbers that users give: refused by name where they are given, not where they are used.
+"""Checks of what users give: refused by name where it is given, not where it is used.
 
 Knows no torch; whole numbers of numpy and one-element tensors of torch count as such.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 
 
 def whole_number(owner: str, name: str, value: object) -> int:
@@ -41,3 +42,15 @@ def number(owner: str, name: str, value: object) -> float:
         raise TypeError(f"{owner}: expected a number for {name}, got {value!r}") from None
     except OverflowError:  # an int beyond floats
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+
+
+def check_state(owner: str, state: object, version: int, keys: Iterable[str]) -> None:
+    """Raise unless `state` is a state_dict of this version with all `keys`."""
+    if not isinstance(state, dict):
+        raise TypeError(f"{owner}: expected a state_dict, got {type(state).__name__}")
+    if state.get("version") != version:
+        raise ValueError(f"{owner}: state of version {state.get('version')}, not {version}")
+    if missing := sorted(set(keys) - state.keys()):
+        raise ValueError(
+            f"{owner}: the state has no {missing}: it is damaged, or of something else"
+        )

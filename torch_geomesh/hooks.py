@@ -116,6 +116,11 @@ def sign_hook(state: SignHookState, bucket: dist.GradBucket) -> torch.futures.Fu
             f"sign_hook is a hook for DistributedDataParallel and takes its GradBucket, got "
             f"{type(bucket).__name__}; FullyShardedDataParallel is not supported"
         )
+    if not isinstance(state, SignHookState):
+        raise TypeError(
+            f"sign_hook needs its state: register_comm_hook(gm.SignHookState(), gm.sign_hook), "
+            f"got {type(state).__name__}"
+        )
     buffer = bucket.buffer()
     parameters = bucket.parameters()
     for parameter in parameters:

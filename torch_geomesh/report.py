@@ -67,8 +67,15 @@ def write(folder: str | os.PathLike[str]) -> list[Path]:
     """Write the HTML file and the PNG into a run's folder; return their paths."""
     run = load(folder)
     page, picture = Path(folder) / HTML_FILE, Path(folder) / PNG_FILE
-    page.write_text(render_html(run), encoding="utf-8")
-    draw_png(run, picture)
+    try:
+        text = render_html(run)
+        draw_png(run, picture)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ReportError(
+            f"{Path(folder) / RUN_FILE} is damaged, or of another version: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    page.write_text(text, encoding="utf-8")
     return [page, picture]
 
 

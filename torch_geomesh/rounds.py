@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_geomesh import backend
-from torch_geomesh.arguments import number, whole_number
+from torch_geomesh.arguments import check_state, number, whole_number
 from torch_geomesh.sampler import GeoMeshSampler, RankReport
 from torch_geomesh.steptimer import StepTimer
 
@@ -241,6 +241,8 @@ class OuterLoop:
 
         For loops that leave out ``optimizer.step()``, as GradScaler does after an overflow.
         """
+        if not self._hooks:
+            raise RuntimeError(f"{self._name}: skip_step() counts inside the with block only")
         self._step_done()
 
     def restart_clock(self) -> None:
@@ -320,10 +322,7 @@ class OuterLoop:
         size: a round that was in progress then starts again from the anchor, which is written to
         the model's parameters.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"{self._name} state of version {state.get('version')}, not {_STATE_VERSION}"
-            )
+        check_state(self._name, state, _STATE_VERSION, OuterLoop.state_dict(self))
         same_world = state["world_size"] == self.world_size
         if same_world and state["rank"] != self.rank and state["inner_step"]:
             raise ValueError(

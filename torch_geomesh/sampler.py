@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from torch_geomesh.arguments import whole_number
+from torch_geomesh.arguments import check_state, whole_number
 from torch_geomesh.balance import CostModel, RankCost, Share, balance, balance_rest
 
 # A rest of an epoch smaller than this part of a round joins the round before it.
@@ -261,10 +261,7 @@ class GeoMeshSampler(Sampler[list[int]]):
         sizes. With another number of ranks the round that was in progress starts again, from the
         same samples: an index is part of one completed round an epoch.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"sampler state of version {state.get('version')}, not {_STATE_VERSION}"
-            )
+        check_state("GeoMeshSampler", state, _STATE_VERSION, self.state_dict())
         for key, mine in (("length", self.length), ("seed", self.seed)):
             if state[key] != mine:
                 raise ValueError(

@@ -300,6 +300,21 @@ def refusals(fake: Any) -> list[str]:
     return found
 
 
+def no_state() -> str:
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    model.register_comm_hook(None, sign_hook)
+    try:
+        backward(model, 0)
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_hook_without_its_state_is_told_how() -> None:
+    for text in run_ranks(2, no_state):
+        assert "register_comm_hook(gm.SignHookState(), gm.sign_hook), got NoneType" in text
+
+
 def test_other_backends_and_wrappers_are_refused() -> None:
     for group, bucket in run_ranks(2, refusals, None, init={"backend": "gloo"}):
         assert "'gloo', not 'geomesh'" in group

@@ -164,7 +164,12 @@ def test_parts_of_the_time_line_are_to_scale(run):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no run.json in"), ("{", "cannot read"), ('{"arms": {}}', "has no arms")],
+    [
+        (None, "no run.json in"),
+        ("{", "cannot read"),
+        ('{"arms": {}}', "has no arms"),
+        ('{"arms": {"ddp": {}}}', "is damaged, or of another version: KeyError: 'parameters'"),
+    ],
 )
 def test_unusable_folders_are_named(tmp_path, content, message):
     if content is not None:

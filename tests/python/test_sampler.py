@@ -353,6 +353,17 @@ def test_states_that_do_not_fit_are_refused() -> None:
         make_samplers(100, [8, 8])[1].load_state_dict(sampler.state_dict())
 
 
+@pytest.mark.parametrize("key", ["length", "seed", "rounds", "costs", "measured"])
+def test_a_state_that_lacks_something_is_refused(key: str) -> None:
+    sampler = make_samplers(100, [8, 8])[0]
+    state = sampler.state_dict()
+    del state[key]
+    with pytest.raises(ValueError, match=rf"GeoMeshSampler: the state has no \['{key}'\]"):
+        sampler.load_state_dict(state)
+    with pytest.raises(TypeError, match="GeoMeshSampler: expected a state_dict, got NoneType"):
+        sampler.load_state_dict(None)  # type: ignore[arg-type]
+
+
 # Alone, with a real DataLoader.
 
 

@@ -303,6 +303,18 @@ def test_a_damaged_state_changes_nothing(part: str, damage: str) -> None:
             assert torch.equal(after[kind][key], tensor)
 
 
+@pytest.mark.parametrize("key", ["world_size", "round", "anchor", "counts_tokens"])
+def test_a_state_that_lacks_something_is_refused(key: str) -> None:
+    model = make_model()
+    mesh = GeoMesh(model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=2)
+    state = mesh.state_dict()
+    del state[key]
+    with pytest.raises(ValueError, match=rf"GeoMesh: the state has no \['{key}'\]"):
+        mesh.load_state_dict(state)
+    with pytest.raises(TypeError, match="GeoMesh: expected a state_dict, got list"):
+        mesh.load_state_dict([])  # type: ignore[arg-type]
+
+
 def test_low_precision_parameters_keep_an_fp32_anchor() -> None:
     model = make_model().to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -367,6 +379,15 @@ def test_a_skipped_step_counts() -> None:
             else:
                 train_step(model, optimizer, x, y)
     assert (mesh.round, mesh.inner_step, sampler.epoch) == (1, 0, 1)
+
+
+def test_a_step_outside_the_block_is_refused() -> None:
+    # The models of the ranks are made equal at entry: a round before would go on from unequal ones.
+    model = make_model()
+    mesh = GeoMesh(model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=1)
+    with pytest.raises(RuntimeError, match=r"skip_step\(\) counts inside the with block only"):
+        mesh.skip_step()
+    assert mesh.round == 0
 
 
 def test_a_step_left_out_is_noticed_at_the_next_epoch() -> None:
