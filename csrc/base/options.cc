@@ -20,7 +20,7 @@ using Getter = std::string (*)(const Options& options);
 struct Entry {
   OptionInfo info;
   Setter set;  // null: read elsewhere
-  Getter get;  // the value as text, for comparing and for errors; null where set is
+  Getter get;  // the value as text, for comparing and for errors; null where it has no name
 };
 
 absl::Status SetInteger(int64_t& field, absl::string_view text, int64_t least, int64_t most) {
@@ -63,14 +63,23 @@ absl::Status SetBytes(int64_t& field, absl::string_view text, int64_t least) {
 }
 
 absl::Status SetDuration(absl::Duration& field, absl::string_view text, absl::Duration least) {
+  // Also keeps deadlines far from where clocks overflow; "inf" would be a wait without an end.
+  constexpr absl::Duration kMost = absl::Hours(24);
   absl::Duration value;
-  if (!absl::ParseDuration(text, &value) || value < least) {
-    return absl::InvalidArgumentError(absl::StrCat("takes a duration of at least ",
-                                                   absl::FormatDuration(least),
-                                                   ", such as 500ms, 20s or 2m"));
+  if (!absl::ParseDuration(text, &value) || value < least || value > kMost) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "takes a duration of ", absl::FormatDuration(least), " to 24h, such as 500ms, 20s or 2m"));
   }
   field = value;
   return absl::OkStatus();
+}
+
+// The log reads its variable itself; here a wrong one is refused.
+absl::Status CheckLogLevel(Options&, absl::string_view text) {
+  for (const absl::string_view level : {"", "error", "warning", "info", "debug"}) {
+    if (text == level) return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError("takes error, warning, info or debug");
 }
 
 absl::Status SetPorts(PortRange& field, absl::string_view text) {
@@ -144,7 +153,7 @@ constexpr Entry kTable[] = {
      },
      [](const Options& o) { return absl::FormatDuration(o.linger); }},
     {{"", "GEOMESH_LOG_LEVEL", "choice", "warning", "error, warning, info or debug."},
-     nullptr,
+     &CheckLogLevel,
      nullptr},
     {{"", "GEOMESH_UCX_ROOT", "text", "",
       "When building: prefix of a system UCX of at least 1.13, instead of the libucx wheel."},
@@ -203,12 +212,13 @@ absl::StatusOr<Options> Options::FromEnvironment() {
 
 absl::Status Options::Set(absl::string_view name, absl::string_view text) {
   for (const Entry& entry : kTable) {
-    if (entry.set != nullptr && entry.info.name == name)
+    if (entry.set != nullptr && !name.empty() && entry.info.name == name)
       return Named(name, text, entry.set(*this, text));
   }
   std::string known;
   for (const Entry& entry : kTable) {
-    if (entry.set != nullptr) absl::StrAppend(&known, known.empty() ? "" : ", ", entry.info.name);
+    if (!entry.info.name.empty())
+      absl::StrAppend(&known, known.empty() ? "" : ", ", entry.info.name);
   }
   return absl::InvalidArgumentError(
       absl::StrCat("no option is named '", name, "'; there are ", known));

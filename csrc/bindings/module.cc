@@ -211,10 +211,20 @@ py::dict Features() {
 
 }  // namespace
 
+namespace {
+
+std::shared_ptr<void> ReleaseLock() {
+  if (!Py_IsInitialized() || !PyGILState_Check()) return nullptr;
+  return std::make_shared<py::gil_scoped_release>();
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_C, m) {
   m.doc() =
       "The engine of torch_geomesh. Use the Python package's names; this module's may change.";
   group::SetInterruptCheck(&CheckSignals);
+  group::SetUnlock(&ReleaseLock);
 
   m.def("option_table", &OptionDicts, "The table of options as a list of dicts.");
   m.def(

@@ -94,6 +94,7 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   bool schedule_again = false;
   bool failed = false;
   std::shared_ptr<std::promise<void>> drained;
+  absl::AnyInvocable<void() &&> on_failed;
 
   mutable std::mutex mutex;  // guards health
   absl::Status health;
@@ -229,7 +230,9 @@ void Executor::State::SetTimer(Entry& entry, absl::Time when, uint64_t number,
 const Operation* Executor::State::QueuedBehind(const Operation& operation) const {
   for (const auto& [number, entry] : operations) {
     if (number >= operation.number()) break;
-    if (operation.ConflictsWith(*entry.operation)) return entry.operation.get();
+    const bool waits = operation.ConflictsWith(*entry.operation) ||
+                       (operation.after_all() && !entry.operation->point_to_point());
+    if (waits) return entry.operation.get();
   }
   return nullptr;
 }
@@ -378,6 +381,8 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
     }
   }
   const absl::Status reason = Record(cause);
+  if (on_failed != nullptr) std::move(on_failed)();
+  on_failed = nullptr;
   if (reason.message() != cause.message()) culprit = nullptr, told = false;  // Abort came first
 
   std::vector<std::shared_ptr<Operation>> pending;
@@ -429,12 +434,13 @@ void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
 }
 
 Executor::Executor(transport::Engine* engine, uint64_t channel, int rank,
-                   std::vector<transport::PeerId> peers)
+                   std::vector<transport::PeerId> peers, absl::AnyInvocable<void() &&> on_failed)
     : state_(std::make_shared<State>()) {
   state_->engine = engine;
   state_->channel = channel;
   state_->rank = rank;
   state_->peers = std::move(peers);
+  state_->on_failed = std::move(on_failed);
   state_->compute_holder = ComputeThread::Shared();
   state_->compute = state_->compute_holder.get();
   engine->Call([state = state_] { state->Open(); });

@@ -100,6 +100,7 @@ struct Call {
   // Set by the executor: key id of the program's message 0; message m has + m.
   uint64_t first_message_id = 0;
   std::optional<PointToPoint> point_to_point;
+  bool after_all = false;  // begins when the group's earlier collectives have ended here
   uint32_t fingerprint =
       0;  // of op, dtype and sizes where these must be equal on all ranks; 0: not checked
   std::string operation;  // "all_reduce(float32, 1048576)", for errors
@@ -113,8 +114,10 @@ class Executor {
  public:
   // `peers[r]` is group rank r's process (own rank included). Any thread but the engine's. The
   // engine outlives the executor.
+  // `on_failed` runs once, on the engine thread, when the group can't go on any more for another
+  // reason than its end here; before any call ends with that.
   Executor(transport::Engine* engine, uint64_t channel, int rank,
-           std::vector<transport::PeerId> peers);
+           std::vector<transport::PeerId> peers, absl::AnyInvocable<void() &&> on_failed = nullptr);
   // Ends what is pending with Cancelled (the other ranks are told then), and returns when every
   // `done` has run. Any thread but the engine's.
   ~Executor();

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
@@ -447,7 +448,10 @@ std::string Operation::WaitingFor() const {
                       messages[rank] == 1 ? " message" : " messages", receiving ? " from " : " to ",
                       group_->engine->DescribePeer(peer));
       const size_t index = static_cast<size_t>(peer);
-      if (index < stats.size() && static_cast<int>(rank) != group_->rank) {
+      if (index >= stats.size() || static_cast<int>(rank) == group_->rank) continue;
+      if (!stats[index].trouble.empty()) {
+        absl::StrAppend(&text, ", ", stats[index].trouble);
+      } else {
         absl::StrAppendFormat(&text, ", silent for %.1f s",
                               absl::ToDoubleSeconds(stats[index].silent));
       }
@@ -461,9 +465,12 @@ std::string Operation::WaitingFor() const {
 }
 
 absl::Status Operation::Explain(const absl::Status& cause, absl::string_view not_begun) const {
+  const std::string name = absl::StrCat(Name(), ": ");
+  // What ends the group through this very operation (a wait's own limit) has its name already.
   std::string text =
-      absl::StrCat(Name(), ": ", cause.message(), "; ", sent_bytes_, " of ", due_sent_bytes_,
-                   " bytes sent, ", received_bytes_, " of ", due_received_bytes_, " received");
+      absl::StrCat(absl::StartsWith(cause.message(), name) ? "" : name, cause.message(), "; ",
+                   sent_bytes_, " of ", due_sent_bytes_, " bytes sent, ", received_bytes_, " of ",
+                   due_received_bytes_, " received");
   if (!started_) {
     absl::StrAppend(&text, "; not begun", not_begun);
   } else if (const std::string waiting = WaitingFor(); !waiting.empty()) {

@@ -58,6 +58,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   uint64_t number() const { return number_; }  // in issue order
   bool started() const { return started_; }
   bool point_to_point() const { return call_->point_to_point.has_value(); }
+  bool after_all() const { return call_->after_all; }
   Call& call() { return *call_; }
   Outcome outcome() const;
 

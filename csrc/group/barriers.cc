@@ -10,6 +10,7 @@ namespace geomesh::group {
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::barrier(const c10d::BarrierOptions& opts) {
   Operation op = Begin("barrier", "geomesh:barrier", c10d::OpType::BARRIER, "");
   op.shape = {.collective = plan::Collective::kBarrier};
+  op.call.after_all = true;
   return Launch(std::move(op), opts.timeout);
 }
 

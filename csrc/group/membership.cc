@@ -111,7 +111,14 @@ void ProcessGroupGeoMesh::Connect(std::vector<transport::PeerRecord> records, ui
         return ids;
       });
   Check(peers.status());
-  auto executor = std::make_shared<exec::Executor>(&engine, channel, rank_, *std::move(peers));
+  auto executor = std::make_shared<exec::Executor>(&engine, channel, rank_, *std::move(peers),
+                                                   [this] { OnFailed(); });
+  {
+#if defined(C10D_BACKEND_HAS_HOOKS)
+    std::lock_guard<std::mutex> lock(hooks_mutex_);
+    abort_hooks_ran_ = false;
+#endif
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   records_ = std::move(records);
   channel_ = channel;
@@ -137,6 +144,7 @@ bool ProcessGroupGeoMesh::isInitialized() {
 }
 
 ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
+  const std::shared_ptr<void> unlocked = Unlocked();
   try {
     shutdown();
   } catch (const std::exception& e) {

@@ -1,6 +1,5 @@
 #include "group/process.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -45,40 +44,6 @@ absl::Status CheckAgreement(const Options& running, const Options& asked,
 }
 
 }  // namespace
-
-OrderedThread::OrderedThread(const char* name) : name_(name), thread_([this] { Run(); }) {}
-
-OrderedThread::~OrderedThread() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-  }
-  wake_.notify_one();
-  thread_.join();
-}
-
-void OrderedThread::Post(absl::AnyInvocable<void() &&> work) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(work));
-  }
-  wake_.notify_one();
-}
-
-void OrderedThread::Run() {
-  pthread_setname_np(pthread_self(), name_);
-  std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    absl::AnyInvocable<void()&&> work = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    std::move(work)();
-    work = nullptr;  // what it held is let go of outside the lock
-    lock.lock();
-  }
-}
 
 std::string HostName() {
   char name[256] = {};
@@ -125,6 +90,9 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   engine_options.unexpected_bytes = options.unexpected_bytes;
   engine_options.suspect_after = options.suspect_after;
   engine_options.dead_after = options.dead_after;
+  // All ranks listen when they have met: one that can't be reached for so long will not be.
+  engine_options.connect_timeout =
+      std::min(engine_options.connect_timeout, std::max(options.dead_after, absl::Seconds(5)));
   GM_ASSIGN_OR_RETURN(process->engine_, transport::Engine::Create(engine_options, std::move(wire)));
   *running = process;
   return process;

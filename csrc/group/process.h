@@ -1,43 +1,21 @@
-// What a process has once, whatever the number of its groups: the engine, and the thread on which
+// What a process has once, whatever the number of its groups: the engine, and the threads on which
 // works complete.
 //
 // Works complete on a thread of their own because that may run user code (futures' callbacks,
-// tensor destructors that need Python's lock), which the engine thread must never wait for.
+// tensor destructors that need Python's lock), which the engine thread must never wait for. A
+// callback that waits for another work does not keep that from completing.
 #pragma once
 
-#include <condition_variable>
-#include <deque>
 #include <memory>
 #include <mutex>
-#include <thread>
 
-#include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "base/options.h"
+#include "group/ordered_thread.h"
 #include "transport/engine.h"
 
 namespace geomesh::group {
-
-// Runs closures in order on one thread. Post from any thread.
-class OrderedThread {
- public:
-  explicit OrderedThread(const char* name);
-  // Runs what was posted, then ends.
-  ~OrderedThread();
-  void Post(absl::AnyInvocable<void() &&> work);
-  bool IsCurrent() const { return std::this_thread::get_id() == thread_.get_id(); }
-
- private:
-  void Run();
-
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<absl::AnyInvocable<void() &&>> queue_;  // guarded by mutex_
-  bool stop_ = false;                                // guarded by mutex_
-  const char* const name_;
-  std::thread thread_;
-};
 
 class Process {
  public:

@@ -118,7 +118,8 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
   ++pending_;
   issued.done = [this, ending = std::move(ending), process = process_.get()](
                     const absl::Status& status, const exec::Outcome& outcome) mutable {
-    process->completions().Post([this, ending = std::move(ending), status, outcome]() mutable {
+    process->completions().Post([this, process, ending = std::move(ending), status,
+                                 outcome]() mutable {
       absl::Status result = status;
       // The future records its events on these, and callbacks' streams wait for them.
       const std::vector<c10::Stream> streams = ending->staging->streams();
@@ -133,7 +134,7 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       }
       ending->staging->Release();
       ending->until_done.reset();
-      Finish(ending->work, result, outcome);
+      Finish(ending->work, result, outcome, process->completions());
       ending.reset();
       // Under the lock until the end: shutdown() must not return, and this object not die, in
       // between.
@@ -212,17 +213,11 @@ void RunHook(const char* which, const std::function<void()>& hook) {
 }  // namespace
 
 void ProcessGroupGeoMesh::Finish(const c10::intrusive_ptr<WorkGeoMesh>& work,
-                                 const absl::Status& status, const exec::Outcome& outcome) {
-  if (!status.ok()) {
-    std::shared_ptr<exec::Executor> executor;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      executor = executor_;
-    }
-    // A call that was refused alone, or a monitored barrier, leaves the group as it was.
-    if (executor == nullptr || !executor->health().ok()) RunAbortHooks();
-  }
+                                 const absl::Status& status, const exec::Outcome& outcome,
+                                 OrderedThread& completions) {
   work->Complete(status, outcome);
+  completions.LetOthersPass();
+  work->CompleteFuture();
   if (!status.ok()) return;
 #if defined(C10D_BACKEND_HAS_HOOKS)
   std::vector<c10d::CompletionHook> hooks;
@@ -239,6 +234,19 @@ void ProcessGroupGeoMesh::Finish(const c10::intrusive_ptr<WorkGeoMesh>& work,
   if (onCompletionHook_) {
     RunHook("the onCompletion hook", [&] { onCompletionHook_(work->Info()); });
   }
+}
+
+// Engine thread. The works end after this, in the same queue.
+void ProcessGroupGeoMesh::OnFailed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (shut_) return;
+  ++pending_;
+  process_->completions().Post([this] {
+    RunAbortHooks();
+    std::lock_guard<std::mutex> lock(mutex_);
+    --pending_;
+    idle_.notify_all();
+  });
 }
 
 int ProcessGroupGeoMesh::CheckRoot(const std::string& operation, int64_t root) const {
@@ -319,6 +327,7 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Estimate(Operation operatio
   *estimate_s_ += plan::EstimateTime(shape, topology, programs).total_s;
   auto work = c10::make_intrusive<WorkGeoMesh>(std::move(operation.work));
   work->Complete(absl::OkStatus(), {});
+  work->CompleteFuture();
   return work;
 }
 
@@ -344,11 +353,13 @@ uint64_t ProcessGroupGeoMesh::getSequenceNumberForGroup() {
   return sequence_;
 }
 
+// Once for each failure, whatever the number of works that end with it.
 void ProcessGroupGeoMesh::RunAbortHooks() {
 #if defined(C10D_BACKEND_HAS_HOOKS)
   std::vector<c10d::AbortHook> hooks;
   {
     std::lock_guard<std::mutex> lock(hooks_mutex_);
+    if (std::exchange(abort_hooks_ran_, true)) return;
     for (const auto& [id, hook] : abort_hooks_) hooks.push_back(hook);
   }
   for (const c10d::AbortHook& hook : hooks) RunHook("an abort hook", hook);

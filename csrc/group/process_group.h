@@ -225,7 +225,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   Issued LaunchService(Operation operation, std::chrono::milliseconds timeout);
   Issued Issue(Operation& operation, std::chrono::milliseconds timeout);  // mutex_ is held
   void Finish(const c10::intrusive_ptr<WorkGeoMesh>& work, const absl::Status& status,
-              const exec::Outcome& outcome);
+              const exec::Outcome& outcome, OrderedThread& completions);
+  void OnFailed();
   std::chrono::milliseconds Lengthened(std::chrono::milliseconds timeout,
                                        std::shared_ptr<void>* until_done);
   c10::intrusive_ptr<WorkGeoMesh> Estimate(Operation operation);
@@ -271,6 +272,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
 
   std::mutex hooks_mutex_;
 #if defined(C10D_BACKEND_HAS_HOOKS)
+  bool abort_hooks_ran_ = false;                              // guarded by hooks_mutex_
   std::map<int64_t, c10d::AbortHook> abort_hooks_;            // guarded by hooks_mutex_
   std::map<int64_t, c10d::CompletionHook> completion_hooks_;  // guarded by hooks_mutex_
 #endif

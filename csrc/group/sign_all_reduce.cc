@@ -19,8 +19,17 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::SignAllReduce(const Tensors
     exec::SignCall call;
     std::vector<std::string> names;
   };
-  Operation op = Begin("sign_all_reduce", "geomesh:sign_all_reduce", c10d::OpType::ALLREDUCE,
-                       absl::StrCat(current.size(), " tensors"));
+  // All that ranks may differ in, so that the error in which they are told so shows it.
+  int64_t total = 0;
+  for (const at::Tensor& tensor : current) total += tensor.defined() ? tensor.numel() : 0;
+  Operation op = Begin(
+      "sign_all_reduce", "geomesh:sign_all_reduce", c10d::OpType::ALLREDUCE,
+      absl::StrCat(current.size(), " tensors of ", total, " elements, ",
+                   arguments.form == plan::SignForm::kExchange          ? "exchange"
+                   : arguments.form == plan::SignForm::kReduceAndRecode ? "recode"
+                                                                        : "auto",
+                   arguments.rotate ? absl::StrCat(", seed ", absl::Hex(arguments.rotation_seed))
+                                    : std::string(", not rotated")));
   const std::string& name = op.work.operation;
   TORCH_CHECK(anchor.empty() || anchor.size() == current.size(), name,
               ": takes an anchor for each tensor or none, got ", anchor.size());

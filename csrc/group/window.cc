@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "exec/windows.h"
 #include "group/arguments.h"
 #include "group/operation.h"
@@ -48,9 +49,12 @@ void WindowGeoMesh::tensor_register(const at::Tensor& tensor, bool owning) {
   }
   TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
                   tensor.is_contiguous(),
-              "window: takes a contiguous tensor on the CPU; got ",
-              tensor.defined() ? absl::StrCat(Describe(tensor), " on ", tensor.device().str())
-                               : std::string("none"));
+              "window: takes a dense, contiguous tensor on the CPU; got ",
+              !tensor.defined() ? std::string("none")
+              : tensor.layout() == at::kStrided && !tensor.is_contiguous()
+                  ? absl::StrCat(Describe(tensor), " with strides [",
+                                 absl::StrJoin(tensor.strides(), ","), "]")
+                  : absl::StrCat(Describe(tensor), " on ", tensor.device().str()));
   // Without owning the caller keeps the tensor; what lands meanwhile needs the memory all the same.
   auto keep = std::make_shared<at::Tensor>(tensor.detach());
   absl::Span<std::byte> bytes(static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes());

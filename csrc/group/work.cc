@@ -11,6 +11,7 @@ namespace geomesh::group {
 namespace {
 
 std::atomic<void (*)()> interrupt_check{nullptr};
+std::atomic<std::shared_ptr<void> (*)()> unlock_python{nullptr};
 std::atomic<uint64_t> next_completion_key{1};
 
 }  // namespace
@@ -19,6 +20,13 @@ void SetInterruptCheck(void (*check)()) { interrupt_check = check; }
 
 void CheckInterrupt() {
   if (auto check = interrupt_check.load()) check();
+}
+
+void SetUnlock(std::shared_ptr<void> (*unlock)()) { unlock_python = unlock; }
+
+std::shared_ptr<void> Unlocked() {
+  const auto unlock = unlock_python.load();
+  return unlock == nullptr ? nullptr : unlock();
 }
 
 void Throw(const absl::Status& status) {
@@ -47,6 +55,13 @@ WorkGeoMesh::WorkGeoMesh(Description description)
       future_(c10::make_intrusive<c10::ivalue::Future>(
           c10::ListType::create(c10::TensorType::get()), std::move(description.devices))) {}
 
+void WorkGeoMesh::CheckOwner() const {
+  if (getpid() == owner_) return;
+  Throw(absl::FailedPreconditionError(absl::StrCat(
+      operation_, ", sequence ", sequence_, ": process ", getpid(), " is a fork of process ",
+      owner_, ", which called it and alone can wait for it")));
+}
+
 bool WorkGeoMesh::isCompleted() {
   std::lock_guard<std::mutex> lock(mutex_);
   return completed_;
@@ -63,6 +78,7 @@ std::exception_ptr WorkGeoMesh::exception() const {
 }
 
 bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
+  CheckOwner();
   using Clock = std::chrono::steady_clock;
   const bool bounded = timeout > kNoTimeout;
   const Clock::time_point deadline = bounded ? Clock::now() + timeout : Clock::time_point::max();
@@ -79,9 +95,9 @@ bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
       // The wait's own limit is the strongest: it ends the operation, whose buffers are free once
       // it says so.
       expired = true;
-      Expire(absl::DeadlineExceededError(absl::StrCat(operation_, ", operation ", sequence_,
-                                                      " of its group, was not done within the ",
-                                                      timeout.count(), " ms given to wait()")));
+      Expire(absl::DeadlineExceededError(absl::StrCat(operation_, ", sequence ", sequence_,
+                                                      ": not done within the ", timeout.count(),
+                                                      " ms given to wait()")));
     }
     lock.lock();
   }
@@ -108,7 +124,7 @@ void WorkGeoMesh::Expire(const absl::Status& reason) {
 
 void WorkGeoMesh::abort() {
   Expire(absl::CancelledError(
-      absl::StrCat(operation_, ", operation ", sequence_, " of its group, was aborted")));
+      absl::StrCat(operation_, ", sequence ", sequence_, ": aborted by its work's abort()")));
 }
 
 float WorkGeoMesh::getDuration() const {
@@ -142,11 +158,16 @@ void WorkGeoMesh::Complete(const absl::Status& status, const exec::Outcome& outc
   }
   if (status.ok()) {
     finish();
-    future_->markCompleted(c10::IValue(outputs_));
   } else {
-    const std::exception_ptr exception = ToException(status);
-    finish(exception);
-    future_->setError(exception);
+    finish(ToException(status));
+  }
+}
+
+void WorkGeoMesh::CompleteFuture() {
+  if (const std::exception_ptr failure = exception()) {
+    future_->setError(failure);
+  } else {
+    future_->markCompleted(c10::IValue(outputs_));
   }
 }
 

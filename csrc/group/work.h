@@ -1,6 +1,9 @@
 // The handle of one operation that c10d gives to callers.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -22,6 +25,12 @@ void SetInterruptCheck(void (*check)());
 // Calls it. No lock is held: it takes Python's.
 void CheckInterrupt();
 inline constexpr std::chrono::milliseconds kInterruptPeriod{200};
+
+// Makes what lets go of Python's lock, where the calling thread holds it, for as long as the result
+// lives. Set once, by the bindings.
+void SetUnlock(std::shared_ptr<void> (*unlock)());
+// For what waits where Python may have called: in destructors.
+std::shared_ptr<void> Unlocked();
 
 // c10::DistBackendError with the status's text.
 std::exception_ptr ToException(const absl::Status& status);
@@ -55,7 +64,10 @@ class WorkGeoMesh : public c10d::Work {
   // Returns when the operation is done, and as synchronize().
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    CheckOwner();
+    return future_;
+  }
   float getDuration() const override;
   uint64_t getSequencenumber() const override { return sequence_; }
   // Overrides Work's where PyTorch has it: never used again in this process.
@@ -67,18 +79,23 @@ class WorkGeoMesh : public c10d::Work {
   // all-reduce.
   exec::Outcome outcome() const;
 
-  // Once, on the completion thread: waiters first, then the future and its callbacks. The streams
-  // that results were put on are current.
+  // Once, on the completion thread: lets waiters go.
   void Complete(const absl::Status& status, const exec::Outcome& outcome);
+  // Once, after that: the future, and with it its callbacks. The streams that results were put on
+  // are current.
+  void CompleteFuture();
 
   // After completion.
   std::shared_ptr<c10d::WorkInfo> Info() const;
 
  private:
   void Expire(const absl::Status& reason);
+  // Throws in a fork, where nothing completes the work (and its lock may be held for ever).
+  void CheckOwner() const;
 
   const std::string operation_;
   const c10d::OpType type_;
+  const pid_t owner_ = getpid();
   const uint64_t sequence_;
   const uint64_t completion_key_;
   const std::chrono::milliseconds timeout_;

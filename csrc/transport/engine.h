@@ -107,7 +107,9 @@ struct PeerStats {
   uint64_t unexpected_bytes = 0;                 // now
   double delivery_bytes_per_s = 0;               // measured from acks; 0: not yet known
   absl::Duration rtt = absl::ZeroDuration();     // from acks; 0: not yet known
-  absl::Duration silent = absl::ZeroDuration();  // since anything was heard
+  absl::Duration silent = absl::ZeroDuration();  // since anything was heard; while connected
+  // Why nothing can be heard: "not connected yet: ..." or "lost". Empty while connected.
+  std::string trouble;
 };
 
 class Engine {

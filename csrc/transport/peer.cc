@@ -643,7 +643,14 @@ PeerStats Peer::Stats(Instant now) const {
     heard = std::max(heard, lane->heard_at);
   }
   if (rtt != absl::InfiniteDuration()) stats.rtt = rtt;
-  if (!lanes_.empty()) stats.silent = Between(heard, now);
+  if (state_ == State::kConnecting) {
+    stats.trouble =
+        absl::StrCat("not connected yet", connect_trouble_.empty() ? "" : ": ", connect_trouble_);
+  } else if (state_ == State::kLost) {
+    stats.trouble = "lost";
+  } else if (!lanes_.empty()) {
+    stats.silent = Between(heard, now);
+  }
   return stats;
 }
 

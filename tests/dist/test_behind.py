@@ -66,7 +66,7 @@ def stalls() -> dict[str, str]:
 def test_errors_list_the_ranks_that_have_not_called_or_called_something_else() -> None:
     values = run_ranks(4, stalls, per_rank_environment=REGIONS)
     behind = (
-        r"all_reduce\(Float\[8\], SUM\), sequence 12: .*not called by rank 0 on host \S+ \(eastus\) "
+        r"all_reduce\(Float\[8\], SUM\), sequence 12: .*not called by rank 0 on host \S+ \(eastus\) "  # noqa: E501
         r"\(its last: all_reduce\(Float\[4\], SUM\), sequence 11\)"
     )
     for rank, texts in enumerate(values):
@@ -86,7 +86,7 @@ def test_errors_list_the_ranks_that_have_not_called_or_called_something_else() -
         if rank != 3:
             text = texts["empty"]
             assert re.search(
-                r"not called by rank 3 on host \S+ \(northeurope\) \(which has called nothing yet\)",
+                r"not called by rank 3 on host \S+ \(northeurope\) \(which has called nothing yet\)",  # noqa: E501
                 text,
             ), text
             assert not re.search(r"not called by[^;]*rank [012]\b", text), text

@@ -56,14 +56,7 @@ def test_a_callback_starts_an_operation() -> None:
     run_ranks(2, chained)
 
 
-ONE_THREAD = (
-    "works complete on one thread, the one that runs callbacks: while a callback waits, no other "
-    "work of the process completes, whatever its deadline"
-)
-BACKENDS = [
-    pytest.param("geomesh", marks=pytest.mark.xfail(strict=True, reason=ONE_THREAD)),
-    "gloo",
-]
+BACKENDS = ["geomesh", "gloo"]
 
 
 def nested(wait: str) -> None:

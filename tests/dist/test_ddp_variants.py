@@ -187,12 +187,6 @@ def test_sharded_optimizer_and_post_local_sgd() -> None:
     run_ranks(3, sharded_and_local)
 
 
-WAITS = "PowerSGD waits for a collective inside a future's callback: see test_callbacks.py"
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [pytest.param("geomesh", marks=pytest.mark.xfail(strict=True, reason=WAITS)), "gloo"],
-)
+@pytest.mark.parametrize("backend", ["geomesh", "gloo"])
 def test_powersgd(backend: str) -> None:
     run_ranks(2, low_rank_gradients, init={"backend": backend})

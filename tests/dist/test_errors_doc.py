@@ -675,7 +675,7 @@ def join_with_records(kind: str) -> str:
         return error_of(join, SECOND, _NoStore())
     at = number + 4
     records = {
-        "version": lambda record, _: record[:at] + b"\x02\x00" + record[at + version :],
+        "version": lambda record, _: record[:at] + b"\x03\x00" + record[at + version :],
         "same rank": lambda record, _: record,
         "other": lambda record, rank: b"what another program has put there",
     }

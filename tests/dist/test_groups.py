@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import threading
 import time
@@ -182,3 +183,57 @@ def test_groups_come_and_go_without_a_trace() -> None:
             assert before == after, result
         before, after = result["resident KB"]
         assert after - before < 4000, result
+
+
+def many_collectives(count: int) -> dict[str, tuple[int, int]]:
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    draws = random.Random(5)  # the same on both ranks
+
+    def run(calls: int) -> None:
+        works: list[tuple[dist.Work, torch.Tensor, float]] = []
+        for _ in range(calls):
+            # From nothing to above what is read in place; small ones most often.
+            size = int(2 ** draws.uniform(0, 16)) * draws.randint(0, 4) // 4
+            kind = draws.randint(0, 3)
+            if kind == 0:
+                tensor = torch.full((size,), float(rank))
+                works.append((dist.all_reduce(tensor, async_op=True), tensor, 1.0))
+            elif kind == 1:
+                tensor = torch.full((size,), float(rank))
+                works.append((dist.broadcast(tensor, 1, async_op=True), tensor, 1.0))
+            elif kind == 2:
+                tensor = torch.empty(2 * size)
+                own = torch.full((size,), 3.0)
+                works.append((dist.all_gather_into_tensor(tensor, own, async_op=True), tensor, 3.0))
+            else:
+                tensor = torch.empty(size)
+                own = torch.full((2 * size,), 2.0)
+                works.append((dist.reduce_scatter_tensor(tensor, own, async_op=True), tensor, 4.0))
+            if len(works) == 50:
+                for work, result, want in works:
+                    work.wait()
+                    assert torch.equal(result, torch.full_like(result, want))
+                works.clear()
+
+    def measure() -> tuple[int, int, int, int]:
+        dist.barrier()
+        dist.barrier()
+        counts = (*resources(), store.num_keys(), resident_kb())
+        dist.barrier()
+        return counts
+
+    run(5000)
+    before = measure()
+    run(count)
+    names = ("descriptors", "threads", "keys", "resident KB")
+    return dict(zip(names, zip(before, measure(), strict=True), strict=True))
+
+
+def test_fifty_thousand_collectives_leave_nothing_behind() -> None:
+    for result in run_ranks(2, many_collectives, 50_000, timeout=170):
+        for name in ("descriptors", "threads", "keys"):
+            before, after = result[name]
+            assert before == after, result
+        before, after = result["resident KB"]
+        assert after - before < 8000, result

@@ -25,6 +25,7 @@ def interrupted(tell) -> None:
     rank = int(os.environ["RANK"])
     tcp = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     hour = timedelta(hours=1)
+
     def block(name: str, call) -> None:
         beat = [0]
         stop = threading.Event()

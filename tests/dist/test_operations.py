@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ c10d = dist.distributed_c10d
 def sparse(rank: int, dense: int) -> torch.Tensor:
     """Some entries that others have too, some twice, some of no other rank; rank 1 has none."""
     count = 0 if rank == 1 else 3 + rank
-    indices = torch.tensor([[(rank * 5 + 3 * i) % 11 for i in range(count)], [i % 3 for i in range(count)]])
+    indices = torch.tensor(
+        [[(rank * 5 + 3 * i) % 11 for i in range(count)], [i % 3 for i in range(count)]]
+    )
     values = torch.arange(count * max(dense, 1), dtype=torch.float32) + rank
     values = values.reshape(count, dense) if dense else values
     return torch.sparse_coo_tensor(indices.long(), values, (11, 3, dense) if dense else (11, 3))
@@ -89,7 +93,10 @@ def scaled_sums() -> None:
     assert torch.equal(wide[:, 0], torch.full((4,), 2.0 * sum(range(1, world + 1))))
     assert torch.equal(wide[:, 1], torch.full((4,), float(rank + 1)))
     with pytest.raises(RuntimeError, match="PREMUL_SUM takes floating-point"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int32), op=torch._C._distributed_c10d._make_nccl_premul_sum(2.0))
+        dist.all_reduce(
+            torch.ones(2, dtype=torch.int32),
+            op=torch._C._distributed_c10d._make_nccl_premul_sum(2.0),
+        )
 
 
 def test_premul_sum():
@@ -142,7 +149,9 @@ def gathers_into_one_tensor() -> None:
         out = torch.empty(world * size, dtype=torch.int64) if rank == 1 else None
         dist.gather_single(own, out, group_dst=1)
         if rank == 1:
-            assert torch.equal(out, torch.cat([torch.arange(size) + 1000 * r for r in range(world)]))
+            assert torch.equal(
+                out, torch.cat([torch.arange(size) + 1000 * r for r in range(world)])
+            )
 
 
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="not in this PyTorch")
@@ -337,3 +346,54 @@ def test_a_call_after_the_failure_says_what_it_is():
     for text in run_ranks(2, names_in_later_calls):
         assert "all_reduce(Float[4], MAX)" in text
         assert "aborted the group" in text
+
+
+def barrier_behind_operations() -> None:
+    world = dist.get_world_size()
+    for _ in range(10):
+        tensors = [torch.full((100, 100), float(i)) for i in range(16)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)  # nobody keeps the work
+        dist.barrier()
+        assert all((tensor == i * world).all() for i, tensor in enumerate(tensors))
+
+
+def test_what_was_issued_before_a_barrier_is_done_after_it() -> None:
+    run_ranks(4, barrier_behind_operations)
+
+
+def receive_across_a_barrier() -> None:
+    """A receive that nobody has served yet does not hold a barrier up."""
+    tensor = torch.zeros(3)
+    if dist.get_rank() == 0:
+        work = dist.irecv(tensor, 1)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.send(torch.ones(3), 0)
+    else:
+        work.wait()
+        assert torch.equal(tensor, torch.ones(3))
+
+
+def test_a_barrier_does_not_wait_for_messages() -> None:
+    run_ranks(2, receive_across_a_barrier)
+
+
+def backend_dropped_while_busy(folder: str) -> str:
+    """Python lets go of the last reference while tensors of an operation need its lock."""
+    options = c10d._DistributedBackendOptions()
+    options.store = dist.FileStore(f"{folder}/store", 2)
+    options.group_rank, options.group_size = int(os.environ["RANK"]), 2
+    options.group_id, options.global_ranks_in_group = "alone", [0, 1]
+    options.timeout = timedelta(seconds=20)
+    backend = dist.Backend._plugins["GEOMESH"].creator_fn(options, gm.Options(linger="1s"))
+    backend.allreduce([torch.ones(3)]).wait()
+    if options.group_rank == 0:
+        backend.allreduce([torch.ones(3)])  # rank 1 does not come to it
+    del backend
+    return "ended"
+
+
+def test_a_backend_may_be_dropped_while_it_is_busy(tmp_path: Path) -> None:
+    ended = run_ranks(2, backend_dropped_while_busy, str(tmp_path), initialize=False, timeout=30)
+    assert ended == ["ended"] * 2

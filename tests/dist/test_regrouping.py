@@ -66,11 +66,8 @@ def survivors(tell) -> list[float]:
     group = dist.shrink_group([2], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
     got = [total(group, 10.0**rank), float(dist.get_world_size()), float(dist.get_rank())]
     # Once more, from the smaller group.
-    if rank == 3:
-        dist.shrink_group([0])
-    elif rank == 1:
-        dist.shrink_group([0])
     if rank in (1, 3):
+        dist.shrink_group([0])
         got.append(total(None, 10.0**rank))
     return got
 

@@ -1,0 +1,115 @@
+#include "group/ordered_thread.h"
+
+#include <pthread.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace geomesh::group {
+namespace {
+
+// Callbacks that are quick keep their order.
+constexpr std::chrono::milliseconds kPatience{2};
+
+}  // namespace
+
+struct OrderedThread::State {
+  using Clock = std::chrono::steady_clock;
+
+  explicit State(const char* thread_name) : name(thread_name) {}
+
+  const char* const name;
+  std::mutex mutex;  // guards what follows
+  std::condition_variable wake;
+  std::deque<absl::AnyInvocable<void() &&>> queue;
+  std::vector<std::thread> threads;
+  size_t idle = 0;                           // threads that wait for something to run
+  std::thread::id leader;                    // runs a closure in its turn; none: nobody does
+  std::optional<Clock::time_point> passing;  // the leader has let others pass at this moment
+  bool stop = false;
+
+  // Any waiting thread is as good: notify_one may meet one that waits for nothing else.
+  static void AddThread(const std::shared_ptr<State>& self) {
+    self->threads.emplace_back([self] { Run(*self); });
+  }
+
+  static void Run(State& self) {
+    pthread_setname_np(pthread_self(), self.name);
+    const std::thread::id own = std::this_thread::get_id();
+    std::unique_lock<std::mutex> lock(self.mutex);
+    for (;;) {
+      if (self.queue.empty() && self.stop) return;
+      const bool nobody_leads = self.leader == std::thread::id();
+      if (self.queue.empty() || (!nobody_leads && !self.passing.has_value())) {
+        ++self.idle;
+        self.wake.wait(lock);
+        --self.idle;
+        continue;
+      }
+      if (!nobody_leads && Clock::now() < *self.passing + kPatience) {
+        ++self.idle;
+        self.wake.wait_until(lock, *self.passing + kPatience);
+        --self.idle;
+        continue;
+      }
+      self.leader = own;
+      self.passing.reset();
+      absl::AnyInvocable<void()&&> work = std::move(self.queue.front());
+      self.queue.pop_front();
+      lock.unlock();
+      std::move(work)();
+      work = nullptr;  // what it held is let go of outside the lock
+      lock.lock();
+      if (self.leader != own) continue;  // another one goes on
+      self.leader = {};
+      self.passing.reset();
+      if (self.idle > 0) self.wake.notify_all();
+    }
+  }
+};
+
+OrderedThread::OrderedThread(const char* name) : state_(std::make_shared<State>(name)) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  State::AddThread(state_);
+}
+
+OrderedThread::~OrderedThread() {
+  std::vector<std::thread> threads;
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stop = true;
+    threads.swap(state_->threads);
+    state_->wake.notify_all();
+  }
+  for (std::thread& thread : threads) {
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();  // its state lives as long
+    } else {
+      thread.join();
+    }
+  }
+}
+
+void OrderedThread::Post(absl::AnyInvocable<void() &&> work) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->queue.push_back(std::move(work));
+  if (state_->passing.has_value() && state_->idle == 0 && !state_->stop) State::AddThread(state_);
+  state_->wake.notify_all();
+}
+
+void OrderedThread::LetOthersPass() {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->leader != std::this_thread::get_id()) return;
+  state_->passing = State::Clock::now();
+  if (state_->queue.empty()) return;
+  if (state_->idle == 0 && !state_->stop) State::AddThread(state_);
+  state_->wake.notify_all();
+}
+
+}  // namespace geomesh::group

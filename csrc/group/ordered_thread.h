@@ -1,0 +1,29 @@
+// Runs closures in order, on threads of its own. Knows nothing of what they do.
+#pragma once
+
+#include <memory>
+
+#include "absl/functional/any_invocable.h"
+
+namespace geomesh::group {
+
+class OrderedThread {
+ public:
+  explicit OrderedThread(const char* name);
+  // Runs what was posted, then ends. From one of its own closures: that one goes on to its end.
+  ~OrderedThread();
+
+  // Any thread. Never waits for a closure.
+  void Post(absl::AnyInvocable<void() &&> work);
+
+  // From a closure: what it does from now on is somebody else's code and may take its time, or wait
+  // for what comes later in this queue. If it is not back in a moment while more is to be run,
+  // another thread goes on with that, still one closure at a time.
+  void LetOthersPass();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace geomesh::group
