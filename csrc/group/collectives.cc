@@ -32,6 +32,38 @@ at::Tensor Flatten(const std::vector<at::Tensor>& tensors) {
   return at::cat(flat);
 }
 
+// Each begins where any dtype may.
+int64_t FlatBytes(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += (tensor.nbytes() + 15) / 16 * 16;
+  return bytes;
+}
+
+// Calls `visit` with each tensor and its place in `flat`, in its dtype and shape.
+template <typename Visit>
+void ForEachPlace(const std::vector<at::Tensor>& tensors, const at::Tensor& flat, Visit visit) {
+  c10::NoGradGuard no_grad;
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const int64_t bytes = static_cast<int64_t>(tensor.nbytes());
+    if (bytes > 0) {
+      visit(tensor.detach(),
+            flat.narrow(0, offset, bytes).view(tensor.scalar_type()).view(tensor.sizes()));
+    }
+    offset += (bytes + 15) / 16 * 16;
+  }
+}
+
+void CopyIn(const std::vector<at::Tensor>& tensors, const at::Tensor& flat) {
+  ForEachPlace(tensors, flat,
+               [](const at::Tensor& tensor, at::Tensor place) { place.copy_(tensor); });
+}
+
+void CopyOut(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
+  ForEachPlace(tensors, flat,
+               [](at::Tensor tensor, const at::Tensor& place) { tensor.copy_(place); });
+}
+
 }  // namespace
 
 // ---- one buffer, in place ----
@@ -196,24 +228,51 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_into_tensor_coalesced(
   return JoinWorks(std::move(works), outputs);
 }
 
+// One operation for all of them, through a buffer that has them one after the other.
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
     std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  CheckCount("all_gather_coalesced", "list of outputs", outputs.size(), size_);
-  std::vector<Work> works;
+  TORCH_CHECK(!inputs.empty(), "all_gather_coalesced: takes at least one input");
+  Operation op =
+      Begin("all_gather_coalesced", "geomesh:all_gather", c10d::OpType::ALLGATHER_COALESCED,
+            absl::StrCat(inputs.size(), " tensors, first ", Describe(inputs[0])));
+  CheckCount(op.work.operation, "list of outputs", outputs.size(), size_);
   Tensors all;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    std::vector<Tensors> lists(1);
-    for (Tensors& of_rank : outputs) {
-      TORCH_CHECK(of_rank.size() == inputs.size(),
-                  "all_gather_coalesced: takes as many outputs of each rank as inputs (",
-                  inputs.size(), "), got ", of_rank.size());
-      lists[0].push_back(of_rank[i]);
-      all.push_back(of_rank[i]);
+  for (int r = 0; r < size_; ++r) {
+    TORCH_CHECK(outputs[r].size() == inputs.size(), op.work.operation,
+                ": takes as many outputs of each rank as inputs (", inputs.size(), "), got ",
+                outputs[r].size(), " of rank ", r);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const at::Tensor &input = inputs[i], &output = outputs[r][i];
+      if (r == 0) op.staging->Check(input, /*written=*/false);
+      CheckType(op.work.operation, input, output);
+      op.staging->Check(output, /*written=*/true);
+      TORCH_CHECK(r != rank_ || output.numel() == input.numel(), op.work.operation, ": output ", i,
+                  " of rank ", r, " has ", output.numel(),
+                  " elements, the input that goes there has ", input.numel());
+      all.push_back(output);
     }
-    Tensors single = {inputs[i]};
-    works.push_back(allgather(lists, single, opts));
   }
-  return JoinWorks(std::move(works), std::move(all));
+  CheckApart(op.work.operation, all);
+  op.work.inputs = inputs;
+  op.work.outputs = all;
+  at::Tensor from = at::zeros({FlatBytes(inputs)}, at::kByte);
+  CopyIn(inputs, from);
+  std::vector<at::Tensor> to;
+  bool even = true;
+  op.call.input = {ToBytes(from)};
+  for (const Tensors& of_rank : outputs) {
+    const at::Tensor& memory = to.emplace_back(at::empty({FlatBytes(of_rank)}, at::kByte));
+    even = even && memory.numel() == from.numel();
+    op.call.output.push_back(ToBytes(memory));
+  }
+  op.shape = {.collective = Collective::kAllGather, .bytes = even ? from.numel() : 0};
+  for (const at::Tensor& output : all) {
+    op.fingerprint.Add(static_cast<uint64_t>(output.scalar_type())).Add(output.numel());
+  }
+  op.after = [from, to, outputs] {
+    for (size_t r = 0; r < to.size(); ++r) CopyOut(to[r], outputs[r]);
+  };
+  return Launch(std::move(op), opts.timeout);
 }
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outputs,

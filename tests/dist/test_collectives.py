@@ -382,3 +382,41 @@ def coalesced() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_coalesced_forms(world: int) -> None:
     run_ranks(world, coalesced)
+
+
+def gathered_together() -> None:
+    """All dtypes and layouts in one call, of sizes that differ by rank, are one operation."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+    def of(r: int) -> list[torch.Tensor]:
+        return [
+            torch.full((3 + r,), r + 1, dtype=torch.int8),
+            torch.arange(10.0).view(2, 5).t() + r,
+            torch.tensor(r + 0.5, dtype=torch.bfloat16),
+            torch.empty(0, 4),
+            torch.full((2, 3), complex(r, -1)),
+            torch.tensor([True, False, r % 2 == 0]),
+        ]
+
+    want = [of(r) for r in range(world)]
+    outputs = [[torch.empty_like(tensor) for tensor in tensors] for tensors in want]
+    before = group._get_sequence_number_for_group()
+    work = group.allgather_coalesced(outputs, of(rank))
+    work.wait()
+    assert group._get_sequence_number_for_group() == before + 1
+    for got, expected in zip(outputs, want, strict=True):
+        for a, b in zip(got, expected, strict=True):
+            assert a.dtype == b.dtype
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match=r"takes as many outputs of each rank as inputs \(6\)"):
+        group.allgather_coalesced([tensors[:5] for tensors in outputs], of(rank))
+    with pytest.raises(RuntimeError, match=f"output 0 of rank {rank} has 1 elements"):
+        short = [[tensors[0][:1], *tensors[1:]] for tensors in outputs]
+        group.allgather_coalesced(short, of(rank))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_tensors_gathered_together_are_one_operation(world: int) -> None:
+    run_ranks(world, gathered_together)
