@@ -12,13 +12,6 @@
 #include <vector>
 
 namespace geomesh::group {
-namespace {
-
-// Callbacks that are quick keep their order.
-constexpr std::chrono::milliseconds kPatience{2};
-
-}  // namespace
-
 struct OrderedThread::State {
   using Clock = std::chrono::steady_clock;
 
@@ -31,10 +24,9 @@ struct OrderedThread::State {
   std::vector<std::thread> threads;
   size_t idle = 0;                           // threads that wait for something to run
   std::thread::id leader;                    // runs a closure in its turn; none: nobody does
-  std::optional<Clock::time_point> passing;  // the leader has let others pass at this moment
+  std::optional<Clock::time_point> passing;  // from then on, others may pass the leader
   bool stop = false;
 
-  // Any waiting thread is as good: notify_one may meet one that waits for nothing else.
   static void AddThread(const std::shared_ptr<State>& self) {
     self->threads.emplace_back([self] { Run(*self); });
   }
@@ -52,9 +44,9 @@ struct OrderedThread::State {
         --self.idle;
         continue;
       }
-      if (!nobody_leads && Clock::now() < *self.passing + kPatience) {
+      if (!nobody_leads && Clock::now() < *self.passing) {
         ++self.idle;
-        self.wake.wait_until(lock, *self.passing + kPatience);
+        self.wake.wait_until(lock, *self.passing);
         --self.idle;
         continue;
       }
@@ -103,10 +95,10 @@ void OrderedThread::Post(absl::AnyInvocable<void() &&> work) {
   state_->wake.notify_all();
 }
 
-void OrderedThread::LetOthersPass() {
+void OrderedThread::LetOthersPass(std::chrono::milliseconds patience) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->leader != std::this_thread::get_id()) return;
-  state_->passing = State::Clock::now();
+  state_->passing = State::Clock::now() + patience;
   if (state_->queue.empty()) return;
   if (state_->idle == 0 && !state_->stop) State::AddThread(state_);
   state_->wake.notify_all();

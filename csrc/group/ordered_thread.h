@@ -1,6 +1,7 @@
 // Runs closures in order, on threads of its own. Knows nothing of what they do.
 #pragma once
 
+#include <chrono>
 #include <memory>
 
 #include "absl/functional/any_invocable.h"
@@ -17,9 +18,10 @@ class OrderedThread {
   void Post(absl::AnyInvocable<void() &&> work);
 
   // From a closure: what it does from now on is somebody else's code and may take its time, or wait
-  // for what comes later in this queue. If it is not back in a moment while more is to be run,
-  // another thread goes on with that, still one closure at a time.
-  void LetOthersPass();
+  // for what comes later in this queue. If it is not back after `patience` while more is to be run,
+  // another thread goes on with that, still one closure at a time. (Callbacks that are quick keep
+  // their order.)
+  void LetOthersPass(std::chrono::milliseconds patience = std::chrono::milliseconds(2));
 
  private:
   struct State;

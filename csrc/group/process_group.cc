@@ -241,7 +241,9 @@ void ProcessGroupGeoMesh::OnFailed() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (shut_) return;
   ++pending_;
-  process_->completions().Post([this] {
+  process_->completions().Post([this, process = process_.get()] {
+    // The errors wait for a quick hook, but not for one that writes seconds long.
+    process->completions().LetOthersPass(std::chrono::milliseconds(300));
     RunAbortHooks();
     std::lock_guard<std::mutex> lock(mutex_);
     --pending_;

@@ -152,7 +152,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   c10d::ErrorType getError() override;
   void enableCollectivesTiming() override {}  // they always are
 #if defined(C10D_BACKEND_HAS_HOOKS)
-  // Called before the works of a failed group end with their error, and by abort().
+  // Called before the works of a failed group end with their error (which wait 0.3 s for it, no
+  // longer), and by abort(). shutdown() waits for them.
   bool supportsAbortHooks() const override { return true; }
   void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
   void unregisterAbortHook(int64_t hook_id) override;

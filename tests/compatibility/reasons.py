@@ -1,10 +1,5 @@
 """Why geomesh does not pass some of PyTorch's own tests, by name, for docs/compatibility.md."""
 
-_COALESCED = (
-    "all_gather_coalesced is one operation a tensor here, and so one event of the profiler each; "
-    "the tests expect one event for the whole call. The results are right."
-)
-
 _LISTS = (
     "Gloo takes lists of several tensors a rank and reduces over them too; geomesh, as NCCL, takes "
     "one tensor a call. PyTorch's Python functions only pass one."
@@ -17,11 +12,6 @@ REASONS: dict[str, str] = {
     "test_ddp_logging_data_cpu": (
         'PyTorch calls every backend that it does not know by name "custom" in DDP\'s log.'
     ),
-    "test_all_gather_coalesced_complex": _COALESCED,
-    "test_all_gather_coalesced_full_group": _COALESCED,
-    "test_all_gather_coalesced_simple": _COALESCED,
-    "test_all_gather_coalesced_with_empty": _COALESCED,
-    "test_all_gather_coalesced_group": _COALESCED,
     "test_allgather_basics": _LISTS,
     "test_allgather_noncontiguous_input": _LISTS,
     "test_allreduce_basics": _LISTS,
@@ -32,9 +22,5 @@ REASONS: dict[str, str] = {
     "test_allgather_coalesced_checks": (
         "It takes an output of another size than the input for an error on every rank; here sizes "
         "may differ by rank, so only the rank whose own part does not fit can tell at once."
-    ),
-    "test_barrier_implies_wait": (
-        "A barrier does not wait for operations that were issued before it and not waited for. "
-        "It fails most times, not each time."
     ),
 }

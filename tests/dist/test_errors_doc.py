@@ -50,6 +50,8 @@ _VARYING = [
     (r"cannot connect: UCX: [^;]*", "cannot connect: UCX: REASON"),
     (r"\d+\.\d+\.\d+\.\d+ \(\w+\)", "ADDRESS"),
     (r"\b\d+(\.\d+)? ?m?s\b", "TIME"),
+    # Chance decides which rank hears first.
+    (r", (lost|not connected yet[^;]*|silent for TIME)(?=$|;)", ", STATE"),
     (r"\b\d+ of (\d+)( bytes sent| received)", r"SOME of \1\2"),
     (r"\b[0-9a-f]{8}([0-9a-f]{8})?\b", "HEX"),
     (r"(process|range|message) \d+", r"\1 N"),
