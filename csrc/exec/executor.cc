@@ -456,6 +456,10 @@ Executor::~Executor() {
   const std::shared_ptr<ComputeThread> compute = std::move(state_->compute_holder);
 }
 
+void Executor::Disown() {
+  state_->engine->Call([state = state_] { state->on_failed = nullptr; });
+}
+
 void Executor::Start(Call call) {
   state_->engine->Post([state = state_, call = std::make_shared<Call>(std::move(call))]() mutable {
     state->Start(std::move(call));

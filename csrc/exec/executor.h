@@ -122,6 +122,9 @@ class Executor {
   // `done` has run. Any thread but the engine's.
   ~Executor();
 
+  // Any thread but the engine's. `on_failed` does not run any more when this has returned.
+  void Disown();
+
   // Any thread. Never blocks. After Abort: ends at once with the first reason.
   void Start(Call call);
 

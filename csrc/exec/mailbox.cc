@@ -40,7 +40,8 @@ void Mailbox::AwaitMail(size_t rank) {
           if (on_mail) on_mail(rank, mail.substr(1));
         }
         self->AwaitMail(rank);
-      });
+      },
+      {.standing = true});
 }
 
 void Mailbox::Send(size_t rank, Service service, absl::string_view text) {

@@ -246,6 +246,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
       if (r == 0) op.staging->Check(input, /*written=*/false);
       CheckType(op.work.operation, input, output);
       op.staging->Check(output, /*written=*/true);
+      op.staging->Join(output);
       TORCH_CHECK(r != rank_ || output.numel() == input.numel(), op.work.operation, ": output ", i,
                   " of rank ", r, " has ", output.numel(),
                   " elements, the input that goes there has ", input.numel());

@@ -32,6 +32,10 @@ class DeviceCopies {
   // Puts a copy of `host` into the tensor. Any thread.
   void Write(const at::Tensor& host, const at::Tensor& tensor);
 
+  // What is put on the tensor's device later comes behind what the caller's stream was given by
+  // now.
+  void Join(const at::Tensor& tensor) { LaneOf(tensor); }
+
   // The operation's streams, one a device.
   std::vector<c10::Stream> streams() const;
 

@@ -222,6 +222,7 @@ void ProcessGroupGeoMesh::shutdown() {
   std::shared_ptr<exec::Executor> executor = std::move(executor_);
   std::shared_ptr<Process> process = std::move(process_);
   lock.unlock();
+  if (executor != nullptr) executor->Disown();  // a wait that runs out may hold it still
   executor.reset();  // before the engine that it runs on, which ends with its last group
   process.reset();
   if (interrupt) std::rethrow_exception(interrupt);

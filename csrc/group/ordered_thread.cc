@@ -25,18 +25,24 @@ struct OrderedThread::State {
   size_t idle = 0;                           // threads that wait for something to run
   std::thread::id leader;                    // runs a closure in its turn; none: nobody does
   std::optional<Clock::time_point> passing;  // from then on, others may pass the leader
+  size_t starting = 0;                       // threads that have not looked yet
   bool stop = false;
 
   static void AddThread(const std::shared_ptr<State>& self) {
     self->threads.emplace_back([self] { Run(*self); });
+    ++self->starting;
   }
 
   static void Run(State& self) {
     pthread_setname_np(pthread_self(), self.name);
     const std::thread::id own = std::this_thread::get_id();
     std::unique_lock<std::mutex> lock(self.mutex);
+    --self.starting;
     for (;;) {
-      if (self.queue.empty() && self.stop) return;
+      if (self.queue.empty() && self.stop) {
+        self.wake.notify_all();  // the others may end, too
+        return;
+      }
       const bool nobody_leads = self.leader == std::thread::id();
       if (self.queue.empty() || (!nobody_leads && !self.passing.has_value())) {
         ++self.idle;
@@ -61,7 +67,6 @@ struct OrderedThread::State {
       if (self.leader != own) continue;  // another one goes on
       self.leader = {};
       self.passing.reset();
-      if (self.idle > 0) self.wake.notify_all();
     }
   }
 };
@@ -72,36 +77,38 @@ OrderedThread::OrderedThread(const char* name) : state_(std::make_shared<State>(
 }
 
 OrderedThread::~OrderedThread() {
-  std::vector<std::thread> threads;
-  {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->stop = true;
-    threads.swap(state_->threads);
-    state_->wake.notify_all();
-  }
-  for (std::thread& thread : threads) {
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  state_->stop = true;
+  if (state_->leader == std::this_thread::get_id()) state_->passing = State::Clock::now();
+  state_->wake.notify_all();
+  while (!state_->threads.empty()) {  // more may be added meanwhile
+    std::thread thread = std::move(state_->threads.back());
+    state_->threads.pop_back();
     if (thread.get_id() == std::this_thread::get_id()) {
       thread.detach();  // its state lives as long
-    } else {
-      thread.join();
+      continue;
     }
+    lock.unlock();
+    thread.join();
+    lock.lock();
   }
 }
 
 void OrderedThread::Post(absl::AnyInvocable<void() &&> work) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->queue.push_back(std::move(work));
-  if (state_->passing.has_value() && state_->idle == 0 && !state_->stop) State::AddThread(state_);
-  state_->wake.notify_all();
+  // A leader that is at work looks again by itself.
+  const bool led = state_->leader != std::thread::id() && !state_->passing.has_value();
+  if (!led) state_->wake.notify_one();
 }
 
 void OrderedThread::LetOthersPass(std::chrono::milliseconds patience) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->leader != std::this_thread::get_id()) return;
   state_->passing = State::Clock::now() + patience;
-  if (state_->queue.empty()) return;
-  if (state_->idle == 0 && !state_->stop) State::AddThread(state_);
-  state_->wake.notify_all();
+  // There is always one that can.
+  if (state_->idle + state_->starting == 0) State::AddThread(state_);
+  if (!state_->queue.empty()) state_->wake.notify_one();
 }
 
 }  // namespace geomesh::group

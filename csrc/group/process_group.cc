@@ -239,7 +239,7 @@ void ProcessGroupGeoMesh::Finish(const c10::intrusive_ptr<WorkGeoMesh>& work,
 // Engine thread. The works end after this, in the same queue.
 void ProcessGroupGeoMesh::OnFailed() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (shut_) return;
+  if (shut_ && pending_ == 0) return;  // shutdown() waits for what is pending only
   ++pending_;
   process_->completions().Post([this, process = process_.get()] {
     // The errors wait for a quick hook, but not for one that writes seconds long.

@@ -170,8 +170,10 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reconfigure(const c10d::Reconfigu
     }
     std::shared_ptr<exec::Executor> before = std::move(executor_);
     lock.unlock();
+    if (before != nullptr) before->Disown();
     before.reset();  // returns when nothing of it is left
     lock.lock();
+    idle_.wait(lock, [this] { return pending_ == 0; });  // its hooks
     rank_ = rank;
     size_ = static_cast<int>(records.size());
     sequence_ = 0;

@@ -38,6 +38,11 @@ class Staging {
   // Memory with `values` (of the tensor's shape, a copy on its device) that becomes the tensor's.
   at::Tensor InPlace(const at::Tensor& tensor, const at::Tensor& values);
 
+  // For a tensor that is written at the end by other means, on streams().
+  void Join(const at::Tensor& tensor) {
+    if (tensor.is_cuda()) copies_.Join(tensor);
+  }
+
   // Whether some memory is still on its way from a GPU. ReadsDone never blocks; it throws what the
   // GPU reports.
   bool any_reads() const { return copies_.any_reads(); }

@@ -257,13 +257,13 @@ void Core::Send(PeerId id, const Envelope& envelope, absl::Span<const std::byte>
 }
 
 void Core::Recv(PeerId id, const Envelope& envelope, absl::Span<std::byte> buffer,
-                Engine::RecvDone done) {
+                Engine::RecvDone done, const RecvOptions& options) {
   Peer* peer = FindPeer(id);
   if (const absl::Status refusal = Refusal(peer, envelope.key.channel); !refusal.ok()) {
     Defer([done = std::move(done), refusal]() mutable { std::move(done)(refusal); });
     return;
   }
-  peer->Recv(envelope, buffer, std::move(done));
+  peer->Recv(envelope, buffer, std::move(done), options);
 }
 
 void Core::RememberClosed(uint64_t channel, const absl::Status& reason) {

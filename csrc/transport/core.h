@@ -45,7 +45,7 @@ class Core : private WireEvents, public PeerHost {
   void Send(PeerId peer, const Envelope& envelope, absl::Span<const std::byte> bytes,
             Engine::SendDone done, const SendOptions& options);
   void Recv(PeerId peer, const Envelope& envelope, absl::Span<std::byte> buffer,
-            Engine::RecvDone done);
+            Engine::RecvDone done, const RecvOptions& options);
   void CloseChannel(uint64_t channel, const absl::Status& reason, absl::Span<const PeerId> tell);
   void OpenChannel(uint64_t channel, std::vector<PeerId> peers, Engine::ChannelEvents events);
   uint64_t AddTimer(absl::Time when, EventLoop::Work work);

@@ -85,8 +85,9 @@ void Engine::Send(PeerId peer, Envelope envelope, absl::Span<const std::byte> by
   core_->Send(peer, envelope, bytes, std::move(done), options);
 }
 
-void Engine::Recv(PeerId peer, Envelope envelope, absl::Span<std::byte> buffer, RecvDone done) {
-  core_->Recv(peer, envelope, buffer, std::move(done));
+void Engine::Recv(PeerId peer, Envelope envelope, absl::Span<std::byte> buffer, RecvDone done,
+                  RecvOptions options) {
+  core_->Recv(peer, envelope, buffer, std::move(done), options);
 }
 
 void Engine::CloseChannel(uint64_t channel, const absl::Status& reason,

@@ -99,6 +99,11 @@ struct SendOptions {
   bool in_place = false;
 };
 
+struct RecvOptions {
+  // Posted in case something comes; nobody waits for it.
+  bool standing = false;
+};
+
 struct PeerStats {
   std::string description;  // "rank 2 on host b (eastasia)"
   int lanes = 0;
@@ -180,7 +185,8 @@ class Engine {
   // One receive for one message. A longer message than the buffer is an error on this side
   // (InvalidArgument with both sizes), not an overrun. Zero-byte messages are allowed. Never calls
   // `done` before it returns.
-  void Recv(PeerId peer, Envelope envelope, absl::Span<std::byte> buffer, RecvDone done);
+  void Recv(PeerId peer, Envelope envelope, absl::Span<std::byte> buffer, RecvDone done,
+            RecvOptions options = {});
 
   // Ends everything pending in a channel with `reason`, drops what arrived unexpectedly, and
   // refuses what comes later. Memory of pending requests is free for reuse when their `done` has

@@ -17,6 +17,12 @@ constexpr uint64_t kWantAboveBytes = 4 * kMaxSegmentPayloadBytes;
 // So much of a message in place is read before others have their turn: some 100 us.
 constexpr uint64_t kPullBytes = 512 * 1024;
 
+// A peer lends 1024 at a time; that it took some back may be on its way.
+constexpr size_t kMaxEarlyInPlace = 16 * 1024;
+
+// A message that its owner took back: why, it says in a moment.
+constexpr absl::Duration kWhyComes = absl::Seconds(1);
+
 std::string Text(const MessageKey& key) {
   return absl::StrFormat("message %d of channel %016x", key.id, key.channel);
 }
@@ -84,7 +90,7 @@ void Inbox::Forget(Early* early) {
     if (piece.charged) released_ += Charge(piece.size);
   }
   early->pieces.clear();
-  if (early->in_place.has_value()) stored_bytes_ -= kSegmentChargeBytes;
+  if (early->in_place.has_value()) --early_in_place_;
   early->in_place.reset();
 }
 
@@ -96,10 +102,16 @@ void Inbox::Pull(const MessageKey& key) {
   const absl::Status status = host_->ReadInPlace(*posted.in_place, posted.pulled_bytes,
                                                  posted.buffer.subspan(posted.pulled_bytes, size));
   if (!status.ok()) {
-    Fail(key,
-         absl::UnavailableError(absl::StrCat(Text(key), " of ", host_->Description(),
-                                             " is not to be had: ", status.message())),
-         0);
+    const absl::Status gone = absl::UnavailableError(absl::StrCat(
+        Text(key), " of ", host_->Description(), " is not to be had: ", status.message()));
+    if (!absl::IsCancelled(status)) return Fail(key, gone, 0);
+    // The channel's end, or the peer's, is on its way: the better reason.
+    posted.in_place.reset();
+    posted.taken_back = true;
+    host_->RunAfter(kWhyComes, [this, key, gone] {
+      const auto late = posted_.find(key);
+      if (late != posted_.end() && late->second.taken_back) Fail(key, gone, 0);
+    });
     return;
   }
   posted.pulled_bytes += size;
@@ -111,7 +123,8 @@ void Inbox::Pull(const MessageKey& key) {
   Finish(key, posted.total_bytes);
 }
 
-void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done) {
+void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done,
+                 bool standing) {
   const MessageKey& key = envelope.key;
   const auto [it, inserted] = posted_.try_emplace(key);
   if (!inserted) {
@@ -125,6 +138,7 @@ void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine:
   posted.fingerprint = envelope.fingerprint;
   posted.buffer = buffer;
   posted.done = std::move(done);
+  posted.standing = standing;
 
   const auto found = early_.find(key);
   if (found == early_.end()) {
@@ -251,16 +265,16 @@ absl::Status Inbox::OnInPlace(const SegmentHeader& h, const InPlace& place) {
     host_->Pulled(key);
     return absl::OkStatus();
   }
-  if (stored_bytes_ + kSegmentChargeBytes > bound_bytes_) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("more than the agreed ", bound_bytes_, " bytes came before their receives"));
+  if (early_in_place_ >= kMaxEarlyInPlace) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "more than ", kMaxEarlyInPlace, " messages in place came before their receives"));
   }
   const auto [it, inserted] = early_.try_emplace(key);
   if (!inserted) return absl::InvalidArgumentError(absl::StrCat(Text(key), " came twice"));
   it->second.fingerprint = h.fingerprint;
   it->second.total_bytes = h.total_bytes;
   it->second.in_place = place;
-  stored_bytes_ += kSegmentChargeBytes;
+  ++early_in_place_;
   host_->Unexpected(key);
   return absl::OkStatus();
 }
@@ -289,11 +303,14 @@ std::vector<MessageKey> Inbox::Unexpected(uint64_t channel) const {
 void Inbox::CloseChannel(uint64_t channel, const absl::Status& reason) {
   std::vector<MessageKey> keys;
   for (const auto& [key, posted] : posted_) {
-    if (key.channel == channel) keys.push_back(key);
+    if (key.channel != channel) continue;
+    keys.push_back(key);
+    if (posted.in_place.has_value()) host_->Pulled(key);
   }
   for (const MessageKey& key : keys) Finish(key, reason);
   absl::erase_if(early_, [&](auto& entry) {
     if (entry.first.channel != channel) return false;
+    if (entry.second.in_place.has_value()) host_->Pulled(entry.first);
     Forget(&entry.second);
     return true;
   });

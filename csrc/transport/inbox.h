@@ -35,6 +35,7 @@ class Inbox {
                                      absl::Span<std::byte> into) = 0;
     // A message in place needs its sender's memory no longer.
     virtual void Pulled(const MessageKey& key) = 0;
+    virtual void RunAfter(absl::Duration time, absl::AnyInvocable<void() &&> work) = 0;
     virtual std::string Description() const = 0;
     virtual bool ChannelClosed(uint64_t channel) const = 0;
     // There is a message without a receive. The last thing that a call of this class does: it may
@@ -45,7 +46,9 @@ class Inbox {
   // `host` owns this object.
   Inbox(Host* host, uint64_t bound_bytes) : host_(host), bound_bytes_(bound_bytes) {}
 
-  void Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done);
+  // `standing`: nobody waits for it.
+  void Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done,
+            bool standing = false);
 
   // A kData segment. An error means that the peer broke the protocol.
   absl::Status OnData(const SegmentHeader& header, absl::Span<const std::byte> payload);
@@ -80,19 +83,25 @@ class Inbox {
   bool Expects(const MessageKey& key) const {
     return posted_.contains(key) || discarding_.contains(key) || host_->ChannelClosed(key.channel);
   }
-  size_t pending() const { return posted_.size(); }
+  // Somebody waits for something of the peer.
+  bool awaits() const {
+    return std::any_of(posted_.begin(), posted_.end(),
+                       [](const auto& entry) { return !entry.second.standing; });
+  }
 
  private:
   struct Posted {
     uint32_t fingerprint = 0;
     absl::Span<std::byte> buffer;
     Engine::RecvDone done;
+    bool standing = false;
     bool started = false;  // the fields below are known
     uint64_t total_bytes = 0;
     uint64_t segments_left = 0;
     std::vector<bool> received;  // by segment; sized by a total that fits the buffer
     std::optional<InPlace> in_place;
     uint64_t pulled_bytes = 0;  // of a message in place
+    bool taken_back = false;    // likewise: why is on its way
   };
   // A message that came before its receive.
   struct Early {
@@ -128,8 +137,9 @@ class Inbox {
   absl::flat_hash_map<MessageKey, uint64_t> discarding_;  // segments still to come
   uint64_t released_ = 0;
   uint64_t stored_bytes_ = 0;
-  int peer_waits_ = 0;  // above 0: it announced; say so when a receive is posted
-  absl::Status lost_;   // not OK once the peer is gone
+  size_t early_in_place_ = 0;  // no credit is spent on them: bounded for themselves
+  int peer_waits_ = 0;         // above 0: it announced; say so when a receive is posted
+  absl::Status lost_;          // not OK once the peer is gone
 };
 
 }  // namespace geomesh::transport

@@ -143,6 +143,8 @@ InPlace Leases::Lend(absl::Span<const std::byte> bytes) {
 void Leases::TakeBack(const InPlace& place) {
   auto* word = reinterpret_cast<std::atomic<uint64_t>*>(place.lease_address);
   word->store(++next_);
+  // Whatever the owner writes into its memory now comes after that.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   free_.push_back(word);
 }
 

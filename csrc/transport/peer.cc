@@ -92,8 +92,9 @@ void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Eng
   host_->MarkDirty(this);
 }
 
-void Peer::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done) {
-  inbox_.Recv(envelope, buffer, std::move(done));
+void Peer::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done,
+                const RecvOptions& options) {
+  inbox_.Recv(envelope, buffer, std::move(done), options.standing);
   const auto it = std::find_if(self_waiting_.begin(), self_waiting_.end(),
                                [&](const auto& m) { return m->envelope.key == envelope.key; });
   if (it != self_waiting_.end()) {

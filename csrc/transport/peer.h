@@ -70,7 +70,8 @@ class Peer : private Inbox::Host {
 
   void Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Engine::SendDone done,
             const SendOptions& options);
-  void Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done);
+  void Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done,
+            const RecvOptions& options);
   std::vector<MessageKey> Unexpected(uint64_t channel) const { return inbox_.Unexpected(channel); }
   bool IsUnexpected(const MessageKey& key) const { return inbox_.IsUnexpected(key); }
   void CloseChannel(uint64_t channel, const absl::Status& reason);
@@ -117,6 +118,10 @@ class Peer : private Inbox::Host {
   absl::Status ReadInPlace(const InPlace& place, uint64_t offset,
                            absl::Span<std::byte> into) override;
   void Pulled(const MessageKey& key) override;
+  void RunAfter(absl::Duration time, absl::AnyInvocable<void() &&> work) override {
+    host_->RunAt(std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(time),
+                 std::move(work));
+  }
   bool ChannelClosed(uint64_t channel) const override { return host_->ChannelClosed(channel); }
   void Unexpected(const MessageKey& key) override { host_->OnUnexpected(this, key); }
 

@@ -196,7 +196,8 @@ void Peer::CloseLanes() {
 void Peer::AskIfSilent(Instant now, absl::Duration silent) {
   const EngineOptions& options = host_->options();
   const bool waited_for =
-      inbox_.pending() > 0 || std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+      inbox_.awaits() || !lent_.empty() ||
+      std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
         return std::any_of(lane->in_flight.begin(), lane->in_flight.end(),
                            [](const Outgoing* out) { return out->message != nullptr; });
       });

@@ -205,8 +205,8 @@ TEST_F(InPlaceTest, IsDoneWhenItsReceiveIs) {
   const std::vector<std::byte> bytes = RandomBytes(kLarge, 1);
   Done done = Send(a_, b_, 1, bytes);
   WaitUntilUnexpected(b_, a_, 1);
-  EXPECT_EQ(b_.Stats(a_).unexpected_bytes, 128u);  // it takes no memory there
-  Exchange(a_, b_, RandomBytes(100, 1));           // and is in nobody's way
+  EXPECT_EQ(b_.Stats(a_).unexpected_bytes, 0u);  // it takes no memory there
+  Exchange(a_, b_, RandomBytes(100, 1));         // and is in nobody's way
   EXPECT_FALSE(done.over());
   EXPECT_EQ(a_.engine->Drain(absl::Now() + absl::Milliseconds(20)).code(),
             absl::StatusCode::kDeadlineExceeded);
@@ -263,6 +263,48 @@ TEST_F(InPlaceTest, TakenBackWhileTheReceiverIsCutOff) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("rank 0 on host host-a"), HasSubstr("taken back")));
+}
+
+TEST_F(InPlaceTest, ReceiverThatClosesEndsTheLoan) {
+  const std::vector<std::byte> bytes = RandomBytes(kLarge, 1);
+  Done done = Send(a_, b_, 1, bytes);
+  WaitUntilUnexpected(b_, a_, 1);
+  b_.engine->Call([&] { b_.engine->CloseChannel(kChannel, absl::CancelledError("over"), {}); });
+  EXPECT_EQ(done.Wait(), absl::OkStatus());  // as any message to a closed channel
+}
+
+class TightInPlaceTest : public InPlaceTest {
+ protected:
+  static EngineOptions Tight() {
+    EngineOptions options;
+    options.unexpected_bytes = 1 << 20;
+    return options;
+  }
+  TightInPlaceTest() : InPlaceTest(Tight()) {}
+};
+
+// What waits in place leaves all of the credit to what does not.
+TEST_F(TightInPlaceTest, TakesNoCreditFromOthers) {
+  const std::vector<std::byte> large = RandomBytes(kLarge, 1);
+  std::vector<Done> lent = {Send(a_, b_, 1, large), Send(a_, b_, 2, large)};
+  WaitUntilUnexpected(b_, a_, 2);
+  // 1 MiB with 128 bytes for each message, to the last byte.
+  std::vector<std::vector<std::byte>> small(15, RandomBytes(65536, 2));
+  small.push_back(RandomBytes((1 << 20) - 15 * (65536 + 128) - 128, 3));
+  for (size_t i = 0; i < small.size(); ++i) {
+    EXPECT_EQ(a_.Send(b_, {kChannel, 10 + i}, small[i]).Wait(), absl::OkStatus());
+  }
+  WaitUntilUnexpected(b_, a_, 10 + small.size() - 1);
+  EXPECT_EQ(b_.Stats(a_).unexpected_bytes, 1u << 20);
+  for (size_t i = 0; i < small.size(); ++i) {
+    Received received = b_.Recv(a_, {kChannel, 10 + i}, small[i].size());
+    ASSERT_EQ(received.Wait(), absl::OkStatus());
+    EXPECT_TRUE(received.bytes() == small[i]);
+  }
+  for (const uint64_t id : {1, 2}) {
+    EXPECT_EQ(b_.Recv(a_, {kChannel, id}, large.size()).Wait(), absl::OkStatus());
+  }
+  for (Done& done : lent) EXPECT_EQ(done.Wait(), absl::OkStatus());
 }
 
 TEST_F(InPlaceTest, KilledPeerEndsBothDirections) {

@@ -140,9 +140,9 @@ def first_hand(texts: list[str | None]) -> str:
     return next(text for text in texts if text and "reported:" not in text)
 
 
-def passed_on(texts: list[str | None]) -> str:
-    """Return the text of a rank that was told by another."""
-    return next(text for text in texts if text and "reported:" in text)
+def passed_on(texts: list[str | None]) -> str | None:
+    """Return the text of a rank that was told by another; none where all met it themselves."""
+    return next((text for text in texts if text and "reported:" in text), None)
 
 
 def of(values: list[dict[str, str]], name: str) -> list[str | None]:
