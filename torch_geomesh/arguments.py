@@ -44,6 +44,22 @@ def number(owner: str, name: str, value: object) -> float:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
 
 
+def decay(owner: str, name: str, value: object) -> float | None:
+    """Return `value` as a float from 0 to 1; None stays None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is something else.
+    """
+    if value is None:
+        return None
+    share = number(owner, name, value)
+    if not 0 <= share <= 1:
+        raise ValueError(f"expected 0 <= {name} <= 1, got {value}")
+    return share
+
+
 def check_state(owner: str, state: object, version: int, keys: Iterable[str]) -> None:
     """Raise unless `state` is a state_dict of this version with all `keys`."""
     if not isinstance(state, dict):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_geomesh import backend
-from torch_geomesh.arguments import number, whole_number
+from torch_geomesh.arguments import decay, whole_number
 from torch_geomesh.seeds import derive_seed
 from torch_geomesh.train import row_elements
 
@@ -44,13 +44,9 @@ class SignHookState:
         seed: int = 0,
         residual_decay: float | None = None,
     ) -> None:
-        if residual_decay is not None:
-            residual_decay = number("SignHookState", "residual_decay", residual_decay)
-            if not 0 <= residual_decay <= 1:
-                raise ValueError(f"expected 0 <= residual_decay <= 1, got {residual_decay}")
         self.process_group = process_group
         self.seed = whole_number("SignHookState", "seed", seed)
-        self.residual_decay = residual_decay
+        self.residual_decay = decay("SignHookState", "residual_decay", residual_decay)
         self.step = 0
         self.bytes_sent = 0
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import logging
 import math
-import operator
 import time
 import zlib
 from collections import deque
@@ -216,10 +215,7 @@ class OuterLoop:
         Without any call a rank counts its samples (its steps, without a sampler). With one, all
         ranks must count, and go on to: a round in which some do and some do not is refused.
         """
-        try:
-            tokens = operator.index(tokens)
-        except TypeError:
-            raise TypeError(f"expected a whole number of tokens, got {tokens!r}") from None
+        tokens = whole_number(self._name, "tokens", tokens)
         if not 0 <= tokens < _MOST_TOKENS:
             raise ValueError(f"expected 0 <= tokens < 2**48, got {tokens}")
         self._counts_tokens = True

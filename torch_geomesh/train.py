@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_geomesh import backend
-from torch_geomesh.arguments import number, whole_number
+from torch_geomesh.arguments import decay, whole_number
 from torch_geomesh.rounds import OuterLoop, RoundEvent
 from torch_geomesh.sampler import GeoMeshSampler
 from torch_geomesh.seeds import derive_seed
@@ -120,17 +120,13 @@ class GeoMesh(OuterLoop):
         )
         if form not in ("auto", "exchange", "recode"):
             raise ValueError(f"expected form 'auto', 'exchange' or 'recode', got {form!r}")
-        if residual_decay is not None:
-            residual_decay = number(self._name, "residual_decay", residual_decay)
-            if not 0 <= residual_decay <= 1:
-                raise ValueError(f"expected 0 <= residual_decay <= 1, got {residual_decay}")
+        self._residual_decay = decay(self._name, "residual_decay", residual_decay)
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(f"{self._name}: expected a timedelta for timeout, got {timeout!r}")
         if timeout is not None and timeout <= timedelta(0):
             raise ValueError(f"{self._name}: expected a timeout above 0, got {timeout}")
         self._seed = whole_number(self._name, "seed", seed)
         self._backend = backend.backend_of(process_group) if self.world_size > 1 else None
-        self._residual_decay = residual_decay
         self._form = form
         self._timeout = timeout
         self._residual = torch.zeros_like(self._mean) if residual_decay is not None else None

@@ -16,11 +16,7 @@ namespace {
 
 LogLevel LevelFromEnvironment() {
   const char* text = std::getenv("GEOMESH_LOG_LEVEL");
-  const absl::string_view value = text == nullptr ? "" : text;
-  if (value == "error") return LogLevel::kError;
-  if (value == "info") return LogLevel::kInfo;
-  if (value == "debug") return LogLevel::kDebug;
-  return LogLevel::kWarning;
+  return ParseLogLevel(text == nullptr ? "" : text).value_or(LogLevel::kWarning);
 }
 
 struct State {
@@ -40,6 +36,14 @@ State& GetState() {
 constexpr char kLetters[] = "EWID";
 
 }  // namespace
+
+std::optional<LogLevel> ParseLogLevel(absl::string_view name) {
+  if (name == "error") return LogLevel::kError;
+  if (name == "warning") return LogLevel::kWarning;
+  if (name == "info") return LogLevel::kInfo;
+  if (name == "debug") return LogLevel::kDebug;
+  return std::nullopt;
+}
 
 bool LogEnabled(LogLevel level) {
   return static_cast<int>(level) <=

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "absl/strings/string_view.h"
@@ -20,6 +21,9 @@ void Log(LogLevel level, absl::string_view component, absl::string_view message)
 
 // True if a line of this level would be written: guards the making of costly messages.
 bool LogEnabled(LogLevel level);
+
+// The level of this name ("error", ...), if it is one.
+std::optional<LogLevel> ParseLogLevel(absl::string_view name);
 
 void SetLogLevel(LogLevel level);
 

@@ -9,6 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/log.h"
 #include "base/status_macros.h"
 
 namespace geomesh {
@@ -76,9 +77,7 @@ absl::Status SetDuration(absl::Duration& field, absl::string_view text, absl::Du
 
 // The log reads its variable itself; here a wrong one is refused.
 absl::Status CheckLogLevel(Options&, absl::string_view text) {
-  for (const absl::string_view level : {"", "error", "warning", "info", "debug"}) {
-    if (text == level) return absl::OkStatus();
-  }
+  if (text.empty() || ParseLogLevel(text).has_value()) return absl::OkStatus();
   return absl::InvalidArgumentError("takes error, warning, info or debug");
 }
 

@@ -74,11 +74,12 @@ py::dict StatsDict(const transport::PeerStats& stats) {
   return row;
 }
 
-plan::SignForm ToForm(const std::string& form) {
-  if (form == "auto") return plan::SignForm::kChosen;
-  if (form == "exchange") return plan::SignForm::kExchange;
-  if (form == "recode") return plan::SignForm::kReduceAndRecode;
-  throw py::value_error("form takes 'auto', 'exchange' or 'recode', got '" + form + "'");
+plan::SignForm ToForm(const std::string& text) {
+  for (const auto form :
+       {plan::SignForm::kChosen, plan::SignForm::kExchange, plan::SignForm::kReduceAndRecode}) {
+    if (text == plan::Name(form)) return form;
+  }
+  throw py::value_error("form takes 'auto', 'exchange' or 'recode', got '" + text + "'");
 }
 
 DType FloatType(const at::Tensor& tensor, const char* what) {
@@ -208,10 +209,6 @@ py::dict Features() {
 #endif
   return features;
 }
-
-}  // namespace
-
-namespace {
 
 std::shared_ptr<void> ReleaseLock() {
   if (!Py_IsInitialized() || !PyGILState_Check()) return nullptr;

@@ -32,10 +32,14 @@ at::Tensor Flatten(const std::vector<at::Tensor>& tensors) {
   return at::cat(flat);
 }
 
-// Each begins where any dtype may.
+// What a tensor takes of a buffer in which each begins where any dtype may.
+int64_t PlaceBytes(const at::Tensor& tensor) {
+  return (static_cast<int64_t>(tensor.nbytes()) + 15) / 16 * 16;
+}
+
 int64_t FlatBytes(const std::vector<at::Tensor>& tensors) {
   int64_t bytes = 0;
-  for (const at::Tensor& tensor : tensors) bytes += (tensor.nbytes() + 15) / 16 * 16;
+  for (const at::Tensor& tensor : tensors) bytes += PlaceBytes(tensor);
   return bytes;
 }
 
@@ -50,7 +54,7 @@ void ForEachPlace(const std::vector<at::Tensor>& tensors, const at::Tensor& flat
       visit(tensor.detach(),
             flat.narrow(0, offset, bytes).view(tensor.scalar_type()).view(tensor.sizes()));
     }
-    offset += (bytes + 15) / 16 * 16;
+    offset += PlaceBytes(tensor);
   }
 }
 

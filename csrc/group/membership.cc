@@ -114,10 +114,8 @@ void ProcessGroupGeoMesh::Connect(std::vector<transport::PeerRecord> records, ui
   auto executor = std::make_shared<exec::Executor>(&engine, channel, rank_, *std::move(peers),
                                                    [this] { OnFailed(); });
   {
-#if defined(C10D_BACKEND_HAS_HOOKS)
     std::lock_guard<std::mutex> lock(hooks_mutex_);
     abort_hooks_ran_ = false;
-#endif
   }
   std::lock_guard<std::mutex> lock(mutex_);
   records_ = std::move(records);

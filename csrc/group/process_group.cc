@@ -134,7 +134,10 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       }
       ending->staging->Release();
       ending->until_done.reset();
-      Finish(ending->work, result, outcome, process->completions());
+      ending->work->Complete(result, outcome);
+      process->completions().LetOthersPass();  // callbacks are somebody else's code
+      ending->work->CompleteFuture();
+      if (result.ok()) RunCompletionHooks(*ending->work);
       ending.reset();
       // Under the lock until the end: shutdown() must not return, and this object not die, in
       // between.
@@ -212,13 +215,7 @@ void RunHook(const char* which, const std::function<void()>& hook) {
 
 }  // namespace
 
-void ProcessGroupGeoMesh::Finish(const c10::intrusive_ptr<WorkGeoMesh>& work,
-                                 const absl::Status& status, const exec::Outcome& outcome,
-                                 OrderedThread& completions) {
-  work->Complete(status, outcome);
-  completions.LetOthersPass();
-  work->CompleteFuture();
-  if (!status.ok()) return;
+void ProcessGroupGeoMesh::RunCompletionHooks(const WorkGeoMesh& work) {
 #if defined(C10D_BACKEND_HAS_HOOKS)
   std::vector<c10d::CompletionHook> hooks;
   {
@@ -227,12 +224,12 @@ void ProcessGroupGeoMesh::Finish(const c10::intrusive_ptr<WorkGeoMesh>& work,
   }
   for (const c10d::CompletionHook& hook : hooks) {
     RunHook("a completion hook", [&] {
-      hook({.completionKey = work->getCompletionKey(), .duration_ms = work->getDuration()});
+      hook({.completionKey = work.getCompletionKey(), .duration_ms = work.getDuration()});
     });
   }
 #endif
   if (onCompletionHook_) {
-    RunHook("the onCompletion hook", [&] { onCompletionHook_(work->Info()); });
+    RunHook("the onCompletion hook", [&] { onCompletionHook_(work.Info()); });
   }
 }
 

@@ -225,8 +225,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   // For what the executor's services do: no program.
   Issued LaunchService(Operation operation, std::chrono::milliseconds timeout);
   Issued Issue(Operation& operation, std::chrono::milliseconds timeout);  // mutex_ is held
-  void Finish(const c10::intrusive_ptr<WorkGeoMesh>& work, const absl::Status& status,
-              const exec::Outcome& outcome, OrderedThread& completions);
+  void RunCompletionHooks(const WorkGeoMesh& work);
   void OnFailed();
   std::chrono::milliseconds Lengthened(std::chrono::milliseconds timeout,
                                        std::shared_ptr<void>* until_done);
@@ -272,8 +271,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   std::set<int64_t> reconfigured_;                                         // uuids
 
   std::mutex hooks_mutex_;
+  bool abort_hooks_ran_ = false;  // guarded by hooks_mutex_; of the group as it is configured now
 #if defined(C10D_BACKEND_HAS_HOOKS)
-  bool abort_hooks_ran_ = false;                              // guarded by hooks_mutex_
   std::map<int64_t, c10d::AbortHook> abort_hooks_;            // guarded by hooks_mutex_
   std::map<int64_t, c10d::CompletionHook> completion_hooks_;  // guarded by hooks_mutex_
 #endif

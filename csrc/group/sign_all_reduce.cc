@@ -24,10 +24,7 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::SignAllReduce(const Tensors
   for (const at::Tensor& tensor : current) total += tensor.defined() ? tensor.numel() : 0;
   Operation op = Begin(
       "sign_all_reduce", "geomesh:sign_all_reduce", c10d::OpType::ALLREDUCE,
-      absl::StrCat(current.size(), " tensors of ", total, " elements, ",
-                   arguments.form == plan::SignForm::kExchange          ? "exchange"
-                   : arguments.form == plan::SignForm::kReduceAndRecode ? "recode"
-                                                                        : "auto",
+      absl::StrCat(current.size(), " tensors of ", total, " elements, ", plan::Name(arguments.form),
                    arguments.rotate ? absl::StrCat(", seed ", absl::Hex(arguments.rotation_seed))
                                     : std::string(", not rotated")));
   const std::string& name = op.work.operation;

@@ -46,6 +46,18 @@ absl::Status Check(const CallShape& shape, const Topology& topology, int rank) {
 
 }  // namespace
 
+const char* Name(SignForm form) {
+  switch (form) {
+    case SignForm::kChosen:
+      return "auto";
+    case SignForm::kExchange:
+      return "exchange";
+    case SignForm::kReduceAndRecode:
+      return "recode";
+  }
+  return "";
+}
+
 std::vector<Algorithm> Candidates(const CallShape& shape) {
   switch (shape.collective) {
     case Collective::kAllReduce:

@@ -20,6 +20,9 @@ enum class SignForm : uint8_t {
                     // one more delay
 };
 
+// As users name it: "auto", "exchange", "recode".
+const char* Name(SignForm form);
+
 // What a call is to the compiler. `bytes` must be equal on all ranks: it is that of the largest
 // block where blocks are equal on all ranks by c10d's contract, and 0 where ranks may disagree
 // (uneven all-gather and all-to-all, send and receive), which makes the choice independent of

@@ -8,6 +8,7 @@
 #include "absl/strings/string_view.h"
 
 #include "absl/types/span.h"
+#include "base/identity.h"
 
 namespace geomesh::transport {
 
@@ -64,15 +65,8 @@ class ByteReader {
   absl::string_view left_;
 };
 
-// FNV-1a, 64 bits: tells a damaged text from a whole one. Not for security.
-inline uint64_t Checksum(absl::string_view bytes) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (char c : bytes) {
-    hash ^= static_cast<uint8_t>(c);
-    hash *= 0x100000001b3u;
-  }
-  return hash;
-}
+// Of records: against damage, not forgery.
+inline uint64_t Checksum(absl::string_view bytes) { return Fnv1a(bytes); }
 
 inline absl::Span<const std::byte> AsBytes(absl::string_view text) {
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};

@@ -2,15 +2,14 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <future>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "transport/bytes.h"
 #include "transport/local_memory.h"
@@ -26,21 +25,11 @@ constexpr absl::Duration kByeLinger = absl::Seconds(3);  // peers may be short o
 constexpr absl::Duration kDrainCheck = absl::Milliseconds(2);
 constexpr int kAnnounceTicks = 2;
 
-ProcessUid RandomUid() {
-  ProcessUid uid;
-  if (getrandom(&uid, sizeof(uid), 0) != sizeof(uid)) {
-    std::random_device random;
-    uid.high = static_cast<uint64_t>(random()) << 32 | random();
-    uid.low = static_cast<uint64_t>(random()) << 32 | random();
-  }
-  return uid;
-}
-
 }  // namespace
 
 Core::Core(EngineOptions options, std::unique_ptr<Wire> wire, std::unique_ptr<EventLoop> loop)
     : options_(std::move(options)),
-      uid_(RandomUid()),
+      uid_{Random64(), Random64()},
       loop_(std::move(loop)),
       wire_(std::move(wire)),
       wire_name_(wire_->name()) {

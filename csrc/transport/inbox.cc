@@ -106,11 +106,10 @@ void Inbox::Pull(const MessageKey& key) {
         Text(key), " of ", host_->Description(), " is not to be had: ", status.message()));
     if (!absl::IsCancelled(status)) return Fail(key, gone, 0);
     // The channel's end, or the peer's, is on its way: the better reason.
-    posted.in_place.reset();
-    posted.taken_back = true;
-    host_->RunAfter(kWhyComes, [this, key, gone] {
+    host_->RunAfter(kWhyComes, [this, key, gone, lease = posted.in_place->lease] {
       const auto late = posted_.find(key);
-      if (late != posted_.end() && late->second.taken_back) Fail(key, gone, 0);
+      if (late == posted_.end() || !late->second.in_place.has_value()) return;
+      if (late->second.in_place->lease == lease) Fail(key, gone, 0);
     });
     return;
   }

@@ -101,7 +101,6 @@ class Inbox {
     std::vector<bool> received;  // by segment; sized by a total that fits the buffer
     std::optional<InPlace> in_place;
     uint64_t pulled_bytes = 0;  // of a message in place
-    bool taken_back = false;    // likewise: why is on its way
   };
   // A message that came before its receive.
   struct Early {

@@ -1,17 +1,15 @@
 #include "transport/local_memory.h"
 
 #include <sys/prctl.h>
-#include <sys/random.h>
-#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <random>
 
 #include "absl/strings/str_cat.h"
+#include "base/identity.h"
 #include "transport/bytes.h"
 
 namespace geomesh::transport {
@@ -19,28 +17,15 @@ namespace {
 
 constexpr uint16_t kOfferVersion = 1;
 
-std::string FirstLine(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
 // Processes that share it reach each other's memory by process id, and are not held apart by an
 // emulated or real network.
-uint64_t ThisPlace() {
-  std::string place = FirstLine("/proc/sys/kernel/random/boot_id");
-  for (const char* path : {"/proc/self/ns/net", "/proc/self/ns/pid"}) {
-    struct stat status = {};
-    stat(path, &status);
-    absl::StrAppend(&place, "/", status.st_dev, "/", status.st_ino);
-  }
-  return Checksum(place);
-}
+uint64_t Neighbourhood() { return ThisPlace({"net", "pid"}); }
 
 // Where Yama lets only ancestors read (1), the launcher and so its other children may too.
 void AllowLauncher() {
-  if (FirstLine("/proc/sys/kernel/yama/ptrace_scope") != "1") return;
+  std::ifstream file("/proc/sys/kernel/yama/ptrace_scope");
+  int scope = 0;
+  if (!(file >> scope) || scope != 1) return;
   const pid_t launcher = getppid();
   if (launcher > 1) prctl(PR_SET_PTRACER, launcher, 0, 0, 0);
 }
@@ -81,7 +66,7 @@ std::string LocalMemory::Offer(absl::Span<const std::byte> proof) {
   ByteWriter offer;
   offer.Integer(kOfferVersion);
   offer.Integer(static_cast<uint32_t>(getpid()));
-  offer.Integer(ThisPlace());
+  offer.Integer(Neighbourhood());
   offer.Integer(reinterpret_cast<uint64_t>(proof.data()));
   return offer.bytes();
 }
@@ -96,7 +81,7 @@ absl::StatusOr<LocalMemory> LocalMemory::Open(absl::string_view offer,
       !reader.Integer(&place) || !reader.Integer(&address) || !reader.empty()) {
     return absl::InvalidArgumentError("an offer of memory of another version, or none");
   }
-  if (place != ThisPlace()) {
+  if (place != Neighbourhood()) {
     return absl::FailedPreconditionError("it is on another host or in another namespace");
   }
   std::vector<std::byte> found(proof.size());
@@ -123,13 +108,6 @@ absl::Status LocalMemory::Read(const InPlace& place, uint64_t offset,
     return absl::CancelledError("its bytes were taken back before they were read");
   }
   return status;
-}
-
-Leases::Leases() {
-  if (getrandom(&next_, sizeof(next_), 0) != sizeof(next_)) {
-    std::random_device random;
-    next_ = static_cast<uint64_t>(random()) << 32 | random();
-  }
 }
 
 InPlace Leases::Lend(absl::Span<const std::byte> bytes) {

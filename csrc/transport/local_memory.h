@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "base/identity.h"
 
 namespace geomesh::transport {
 
@@ -58,8 +59,6 @@ class LocalMemory {
 // a random number, so that memory that holds something else by now is not taken for one.
 class Leases {
  public:
-  Leases();
-
   // Lends `bytes`, until TakeBack with the result.
   InPlace Lend(absl::Span<const std::byte> bytes);
   // From now on a reader finds out that it came too late.
@@ -68,7 +67,7 @@ class Leases {
  private:
   std::deque<std::atomic<uint64_t>> words_;  // never move
   std::vector<std::atomic<uint64_t>*> free_;
-  uint64_t next_;
+  uint64_t next_ = Random64();
 };
 
 }  // namespace geomesh::transport

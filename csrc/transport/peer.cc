@@ -76,19 +76,17 @@ void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Eng
     if (!FeedSelf(message)) self_waiting_.push_back(std::move(message));
     return;
   }
-  const bool twice = lent_.contains(envelope.key) || outbox_.Find(envelope.key) != nullptr;
-  if (!twice && options.in_place && peer_reads_ && bytes.size() >= kInPlaceBytes &&
-      lent_.size() < kMaxLent) {
-    Lend(std::move(message));
-    return;
-  }
-  if (twice || !outbox_.Add(message)) {
+  const MessageKey& key = envelope.key;
+  const bool lends =
+      options.in_place && peer_reads_ && bytes.size() >= kInPlaceBytes && lent_.size() < kMaxLent;
+  if (lent_.contains(key) || (lends ? outbox_.Find(key) != nullptr : !outbox_.Add(message))) {
     message->failure = absl::InvalidArgumentError(
         absl::StrFormat("message %d of channel %016x is already on its way to %s", envelope.key.id,
                         envelope.key.channel, Description()));
     Defer([message] { std::move(message->done)(message->failure); });
     return;
   }
+  if (lends) return Lend(std::move(message));
   host_->MarkDirty(this);
 }
 

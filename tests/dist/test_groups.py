@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -144,49 +145,56 @@ def test_another_groups_options_are_checked() -> None:
     run_ranks(2, options_of_a_second_group, initialize=False)
 
 
-def resources() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+Held = dict[str, tuple[int, int]]  # of each kind, before and after
 
 
-def resident_kb() -> int:
+def held() -> dict[str, int]:
+    """Return what this process holds while all ranks are at rest."""
+    dist.barrier()
+    dist.barrier()
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+        resident_pages = int(file.read().split()[1])
+    counts = {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "keys": dist.distributed_c10d._get_default_store().num_keys(),
+        "resident KB": resident_pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+    }
+    dist.barrier()
+    return counts
 
 
-def many_groups(turns: int) -> dict[str, tuple[int, int]]:
-    store = dist.distributed_c10d._get_default_store()
+def before_and_after(warm_up: Callable[[], None], work: Callable[[], None]) -> Held:
+    warm_up()
+    before = held()
+    work()
+    return {name: (before[name], after) for name, after in held().items()}
 
+
+def check_flat(result: Held, resident_kb: int) -> None:
+    for name in ("descriptors", "threads", "keys"):
+        before, after = result[name]
+        assert before == after, result
+    before, after = result["resident KB"]
+    assert after - before < resident_kb, result
+
+
+def many_groups(turns: int) -> Held:
     def make(count: int) -> None:
         for _ in range(count):
             group = dist.new_group([0, 1])
             assert total(group, 1.0) == 2
             dist.destroy_process_group(group)
 
-    def measure() -> tuple[int, int, int, int]:
-        dist.barrier()
-        dist.barrier()
-        counts = (*resources(), store.num_keys(), resident_kb())
-        dist.barrier()
-        return counts
-
-    make(20)
-    before = measure()
-    make(turns)
-    names = ("descriptors", "threads", "keys", "resident KB")
-    return dict(zip(names, zip(before, measure(), strict=True), strict=True))
+    return before_and_after(lambda: make(20), lambda: make(turns))
 
 
 def test_groups_come_and_go_without_a_trace() -> None:
     for result in run_ranks(2, many_groups, 200):
-        for name in ("descriptors", "threads", "keys"):
-            before, after = result[name]
-            assert before == after, result
-        before, after = result["resident KB"]
-        assert after - before < 4000, result
+        check_flat(result, resident_kb=4000)
 
 
-def many_collectives(count: int) -> dict[str, tuple[int, int]]:
-    store = dist.distributed_c10d._get_default_store()
+def many_collectives(count: int) -> Held:
     rank = dist.get_rank()
     draws = random.Random(5)  # the same on both ranks
 
@@ -216,24 +224,9 @@ def many_collectives(count: int) -> dict[str, tuple[int, int]]:
                     assert torch.equal(result, torch.full_like(result, want))
                 works.clear()
 
-    def measure() -> tuple[int, int, int, int]:
-        dist.barrier()
-        dist.barrier()
-        counts = (*resources(), store.num_keys(), resident_kb())
-        dist.barrier()
-        return counts
-
-    run(5000)
-    before = measure()
-    run(count)
-    names = ("descriptors", "threads", "keys", "resident KB")
-    return dict(zip(names, zip(before, measure(), strict=True), strict=True))
+    return before_and_after(lambda: run(5000), lambda: run(count))
 
 
 def test_fifty_thousand_collectives_leave_nothing_behind() -> None:
     for result in run_ranks(2, many_collectives, 50_000, timeout=170):
-        for name in ("descriptors", "threads", "keys"):
-            before, after = result[name]
-            assert before == after, result
-        before, after = result["resident KB"]
-        assert after - before < 8000, result
+        check_flat(result, resident_kb=8000)

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "transport/wire/ucx_config.h"
@@ -49,8 +50,8 @@ absl::StatusOr<std::string> UcxWireImpl::Listen(WireEvents* events) {
   fork_guard_->Listening(address_.listening);
   GM_ASSIGN_OR_RETURN(address_.ucx, ucx_->Address());
   GM_RETURN_IF_ERROR(RegisterHandlers());
-  address_.uid = UcxRandom64();
-  address_.network = ThisNetwork();
+  address_.uid = Random64();
+  address_.network = ThisPlace({"net"});
   address_.ucx_version = UcxRuntimeVersion();
   address_.tx_segment_bytes = kUcxTxSegmentBytes;
   address_.rx_segment_bytes = kUcxRxSegmentBytes;

@@ -1,13 +1,10 @@
 #include "transport/wire/ucx_address.h"
 
-#include <sys/stat.h>
-
 #include <cstring>
-#include <fstream>
-#include <random>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/identity.h"
 #include "base/status_macros.h"
 #include "transport/wire/wire.h"
 
@@ -17,13 +14,6 @@ namespace {
 constexpr uint32_t kAddressMagic = 0x55584d47;   // "GMXU"
 constexpr uint32_t kGreetingMagic = 0x49484d47;  // "GMHI"
 constexpr uint8_t kPrefixMagic = 0xa7;
-
-// FNV-1a: against damage, not against forgery.
-uint64_t Checksum(absl::string_view bytes) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (unsigned char c : bytes) hash = (hash ^ c) * 0x100000001b3;
-  return hash;
-}
 
 class Writer {
  public:
@@ -53,7 +43,7 @@ class Writer {
   }
   // The checksum of all before it ends every record.
   std::string Finish() {
-    Int<uint64_t>(Checksum(out_));
+    Int<uint64_t>(Fnv1a(out_));
     return std::move(out_);
   }
 
@@ -124,7 +114,7 @@ absl::StatusOr<absl::string_view> Checked(absl::string_view bytes, size_t limit,
         absl::StrCat(what, " of ", bytes.size(), " bytes: too short or too long"));
   }
   const absl::string_view body = bytes.substr(0, bytes.size() - sizeof(uint64_t));
-  if (Reader(bytes.substr(body.size())).Int<uint64_t>() != Checksum(body)) {
+  if (Reader(bytes.substr(body.size())).Int<uint64_t>() != Fnv1a(body)) {
     return absl::InvalidArgumentError(absl::StrCat(what, " is damaged: its checksum is wrong"));
   }
   return body;
@@ -264,20 +254,6 @@ absl::StatusOr<UcxGreeting> UcxGreeting::Parse(absl::string_view bytes) {
     return absl::InvalidArgumentError(absl::StrCat(what, " has a wrong length or count"));
   }
   return greeting;
-}
-
-uint64_t UcxRandom64() {
-  std::random_device device;
-  return static_cast<uint64_t>(device()) << 32 | device();
-}
-
-uint64_t ThisNetwork() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string boot_id;
-  std::getline(file, boot_id);
-  struct stat status = {};
-  stat("/proc/self/ns/net", &status);
-  return Checksum(absl::StrCat(boot_id, "/", status.st_dev, "/", status.st_ino));
 }
 
 }  // namespace geomesh::transport

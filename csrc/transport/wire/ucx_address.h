@@ -60,10 +60,4 @@ struct UcxGreeting {
   static absl::StatusOr<UcxGreeting> Parse(absl::string_view bytes);
 };
 
-// For uids and nonces.
-uint64_t UcxRandom64();
-
-// Names this host and network namespace.
-uint64_t ThisNetwork();
-
 }  // namespace geomesh::transport

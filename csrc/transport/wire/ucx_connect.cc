@@ -10,8 +10,8 @@
 //
 // From then on each message starts with a UcxPrefix that names its lane.
 #include <ucp/api/ucp.h>
-#include <algorithm>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +19,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "transport/wire/ucx_config.h"
 #include "transport/wire/ucx_wire.h"
@@ -76,7 +77,7 @@ absl::StatusOr<LaneId> UcxWireImpl::Dial(absl::string_view address, absl::string
   if (!status.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("dialling ", peer, ": ", status.message()));
   }
-  PendingDial dial{UcxRandom64(), *std::move(target), std::string(AsString(hello))};
+  PendingDial dial{Random64(), *std::move(target), std::string(AsString(hello))};
   LaneSet& set = dialled_[dial.nonce];
   for (int i = 0; i < lanes; ++i) {
     set.push_back(NewLane(dial.nonce, i, /*dialled=*/true, std::string(peer)));
@@ -139,7 +140,7 @@ std::optional<SocketInfo> UcxWireImpl::DialledSocket(int likely_fd,
   std::optional<SocketInfo> found;
   ForEachTcpSocket([&](const SocketInfo& s) {
     const bool taken = std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
-      return lane != nullptr && lane->socket.fd == s.ref.fd && lane->socket.inode == s.ref.inode;
+      return lane != nullptr && lane->socket == s.ref;
     });
     if (!taken && fits(s)) found = s;
   });

@@ -132,12 +132,10 @@ struct ForkGuards {
       auto info = DescribeTcpSocket(fd);
       if (!info.has_value()) return;
       for (const ForkGuard* guard : all) {
-        const bool ours =
-            Holds(guard->listening_, info->local) ||
-            (info->remote.has_value() && Holds(guard->dialled_, *info->remote)) ||
-            std::any_of(guard->sockets_.begin(), guard->sockets_.end(), [&](const SocketRef& s) {
-              return s.fd == fd && s.inode == info->ref.inode;
-            });
+        const bool ours = Holds(guard->listening_, info->local) ||
+                          (info->remote.has_value() && Holds(guard->dialled_, *info->remote)) ||
+                          std::find(guard->sockets_.begin(), guard->sockets_.end(), info->ref) !=
+                              guard->sockets_.end();
         if (ours) {
           close(fd);
           return;

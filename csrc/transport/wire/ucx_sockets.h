@@ -21,6 +21,7 @@ struct SocketRef {
   int fd = -1;
   ino_t inode = 0;
 
+  friend bool operator==(const SocketRef&, const SocketRef&) = default;
   bool valid() const { return fd >= 0; }
   // Still the socket it was.
   bool IsSame() const;
