@@ -40,8 +40,6 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from torch_geomesh import arguments
-
 __all__ = ["Link", "Path", "Topology", "TopologyError", "shipped"]
 
 _REGION_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
@@ -334,7 +332,10 @@ class _Table:
             raise self.error(key, "is missing")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"must be a number, not {value!r}")
-        number = arguments.number("", key, value)
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number beyond floats
+            number = math.inf if value > 0 else -math.inf
         low_enough = math.isfinite(number) and number <= most
         if not low_enough or (number < least if above is None else number <= above):
             bound = f"at least {least:g}" if above is None else f"above {above:g}"

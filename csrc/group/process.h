@@ -12,7 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "base/options.h"
-#include "group/ordered_thread.h"
+#include "base/ordered_thread.h"
 #include "transport/engine.h"
 
 namespace geomesh::group {

@@ -6,7 +6,7 @@
 
 #include "absl/functional/any_invocable.h"
 
-namespace geomesh::group {
+namespace geomesh {
 
 class OrderedThread {
  public:
@@ -28,4 +28,4 @@ class OrderedThread {
   std::shared_ptr<State> state_;
 };
 
-}  // namespace geomesh::group
+}  // namespace geomesh

@@ -1,7 +1,8 @@
-#include "group/ordered_thread.h"
+#include "base/ordered_thread.h"
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -11,7 +12,8 @@
 #include <utility>
 #include <vector>
 
-namespace geomesh::group {
+namespace geomesh {
+
 struct OrderedThread::State {
   using Clock = std::chrono::steady_clock;
 
@@ -33,6 +35,18 @@ struct OrderedThread::State {
     ++self->starting;
   }
 
+  // One thread to go on with and one to spare are enough; those that slow closures made necessary
+  // end. False: not this one.
+  bool Retire(std::thread::id own) {
+    if (idle < 2) return false;
+    const auto at = std::find_if(threads.begin(), threads.end(),
+                                 [&](const std::thread& t) { return t.get_id() == own; });
+    if (at == threads.end()) return false;  // it is being joined
+    at->detach();                           // touches nothing but `self`, which it holds
+    threads.erase(at);
+    return true;
+  }
+
   static void Run(State& self) {
     pthread_setname_np(pthread_self(), self.name);
     const std::thread::id own = std::this_thread::get_id();
@@ -45,6 +59,7 @@ struct OrderedThread::State {
       }
       const bool nobody_leads = self.leader == std::thread::id();
       if (self.queue.empty() || (!nobody_leads && !self.passing.has_value())) {
+        if (self.Retire(own)) return;
         ++self.idle;
         self.wake.wait(lock);
         --self.idle;
@@ -111,4 +126,4 @@ void OrderedThread::LetOthersPass(std::chrono::milliseconds patience) {
   if (!state_->queue.empty()) state_->wake.notify_one();
 }
 
-}  // namespace geomesh::group
+}  // namespace geomesh
