@@ -47,6 +47,10 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   const Operation* QueuedBehind(const Operation& operation) const;
   absl::Status Explain(const absl::Status& cause, const Operation& operation) const;
   int RankOf(transport::PeerId peer) const;
+  std::vector<transport::PeerId> Others() const;
+  // From now on receives that do not know their message fail: not all of them will get one.
+  void NoneComes(const absl::Status& reason);
+  void FailUnmatched();
   // The services end with the group.
   void CloseServices(const absl::Status& reason);
   void SetTimer(Entry& entry, absl::Time when, uint64_t number, void (State::*handler)(uint64_t));
@@ -93,6 +97,8 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   bool scheduling = false;
   bool schedule_again = false;
   bool failed = false;
+  size_t left = 0;  // peers that have left the group in order
+  absl::Status none_comes;
   std::shared_ptr<std::promise<void>> drained;
   absl::AnyInvocable<void() &&> on_failed;
 
@@ -101,12 +107,16 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
 };
 
 void Executor::State::Open() {
-  std::vector<transport::PeerId> others;
-  for (size_t r = 0; r < peers.size(); ++r) {
-    if (static_cast<int>(r) != rank) others.push_back(peers[r]);
-  }
   transport::Engine::ChannelEvents events;
-  // A lost peer is noticed by the messages that are due from or to it.
+  // A peer that is gone is noticed by the messages that are due from or to it. A receive from any
+  // rank has none yet.
+  events.on_peer_lost = [weak = weak_from_this()](transport::PeerId, const absl::Status& reason) {
+    if (const auto state = weak.lock()) state->NoneComes(reason);
+  };
+  events.on_peer_left = [weak = weak_from_this()](transport::PeerId, const absl::Status& reason) {
+    const auto state = weak.lock();
+    if (state != nullptr && ++state->left + 1 == state->peers.size()) state->NoneComes(reason);
+  };
   events.on_closed = [weak = weak_from_this()](transport::PeerId peer, const absl::Status& status) {
     const auto state = weak.lock();
     if (state == nullptr) return;
@@ -135,8 +145,26 @@ void Executor::State::Open() {
                                           state->Fail(std::move(reason), nullptr);
                                         }
                                       });
-  engine->OpenChannel(channel, std::move(others), std::move(events));
+  engine->OpenChannel(channel, Others(), std::move(events));
   mailbox->Open();
+}
+
+std::vector<transport::PeerId> Executor::State::Others() const {
+  std::vector<transport::PeerId> others = peers;
+  others.erase(others.begin() + rank);
+  return others;
+}
+
+void Executor::State::NoneComes(const absl::Status& reason) {
+  none_comes = reason;
+  FailUnmatched();
+}
+
+void Executor::State::FailUnmatched() {
+  if (failed || none_comes.ok()) return;
+  for (const auto& [number, entry] : operations) {
+    if (!entry.matched) return Fail(none_comes, entry.operation.get());
+  }
 }
 
 int Executor::State::RankOf(transport::PeerId peer) const {
@@ -214,6 +242,7 @@ void Executor::State::Start(std::shared_ptr<Call> call) {
   }
   if (matched.empty()) {
     Schedule();
+    FailUnmatched();
   } else {
     Take(matched);
   }
@@ -400,16 +429,12 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
     }
   }
 
-  std::vector<transport::PeerId> others;
-  for (size_t r = 0; r < peers.size(); ++r) {
-    if (static_cast<int>(r) != rank) others.push_back(peers[r]);
-  }
   // What was told is passed on as it is, so that everybody reads one origin.
   const absl::Status tell =
       told ? reason
            : absl::Status(reason.code(), absl::StrCat(engine->DescribePeer(peers[rank]),
                                                       " reported: ", reason.message()));
-  engine->CloseChannel(channel, tell, others);
+  engine->CloseChannel(channel, tell, Others());
   CloseServices(reason);
   for (const std::shared_ptr<Operation>& operation : pending) operation->EndIfIdle();
 }
@@ -423,8 +448,8 @@ void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
     // Nothing is due to anybody: whoever still works among themselves is left in peace.
     failed = true;
     const absl::Status reason = Record(absl::CancelledError("the group was destroyed"));
-    engine->CloseChannel(channel, reason, {});
     CloseServices(reason);
+    engine->CloseChannel(channel, absl::OkStatus(), Others());
   }
   if (operations.empty()) {
     promise->set_value();
@@ -482,6 +507,16 @@ void Executor::EnterMonitoredBarrier(absl::Time deadline, absl::Duration timeout
 void Executor::WithWindows(absl::AnyInvocable<void(Windows&) &&> work) {
   state_->engine->Post(
       [state = state_, work = std::move(work)]() mutable { std::move(work)(*state->windows); });
+}
+
+Executor::Memory Executor::MemoryStats() const {
+  return state_->engine->Call([state = state_.get()]() -> Memory {
+    return {.used_bytes = state->scratch.taken_bytes(), .kept_bytes = state->scratch.kept_bytes()};
+  });
+}
+
+void Executor::ReleaseMemory() {
+  state_->engine->Call([state = state_.get()] { state->scratch.Clear(); });
 }
 
 absl::Status Executor::health() const {

@@ -272,7 +272,7 @@ void Core::CloseChannel(uint64_t channel, const absl::Status& reason,
   closed_early_.erase(channel);
   for (const auto& peer : peers_) peer->CloseChannel(channel, why);
   for (PeerId id : tell) {
-    if (Peer* peer = FindPeer(id); peer != nullptr) peer->TellClosed(channel, why);
+    if (Peer* peer = FindPeer(id); peer != nullptr) peer->TellClosed(channel, reason);
   }
 }
 
@@ -293,6 +293,8 @@ void Core::OpenChannel(uint64_t channel, std::vector<PeerId> peers, Engine::Chan
         if (it == channels_.end() || it->second != opened || !opened->events.on_peer_lost) return;
         opened->events.on_peer_lost(id, reason);
       });
+    } else if (peer != nullptr && !peer->Left(channel).ok()) {
+      OnPeerLeftChannel(peer, channel, peer->Left(channel));
     }
   }
   if (const auto it = closed_early_.find(channel); it != closed_early_.end()) {
@@ -482,6 +484,16 @@ void Core::OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status&
     const auto it = channels_.find(channel);
     if (it == channels_.end() || it->second != opened || !opened->events.on_closed) return;
     opened->events.on_closed(peer, reason);
+  });
+}
+
+void Core::OnPeerLeftChannel(Peer* peer, uint64_t channel, const absl::Status& reason) {
+  const auto it = channels_.find(channel);
+  if (it == channels_.end()) return;  // told when it is opened
+  Defer([this, channel, opened = it->second, peer = peer->id(), reason] {
+    const auto it = channels_.find(channel);
+    if (it == channels_.end() || it->second != opened || !opened->events.on_peer_left) return;
+    opened->events.on_peer_left(peer, reason);
   });
 }
 

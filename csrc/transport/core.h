@@ -95,6 +95,7 @@ class Core : private WireEvents, public PeerHost {
   bool ChannelClosed(uint64_t channel) const override { return closed_.contains(channel); }
   void OnPeerLost(Peer* peer, const absl::Status& reason) override;
   void OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status& reason) override;
+  void OnPeerLeftChannel(Peer* peer, uint64_t channel, const absl::Status& reason) override;
   void OnUnexpected(Peer* peer, const MessageKey& key) override;
 
   void Run();

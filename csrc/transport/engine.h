@@ -190,16 +190,19 @@ class Engine {
 
   // Ends everything pending in a channel with `reason`, drops what arrived unexpectedly, and
   // refuses what comes later. Memory of pending requests is free for reuse when their `done` has
-  // run. Tells every peer in `tell` (with the text), whose engines then call their OnChannelClosed
+  // run. Tells every peer in `tell` (with the text), whose engines then call their on_closed
   // handler: how an error on one rank ends the operation on the others.
+  // An OK reason: in order, once everything sent was delivered (Drain). Peers go on among
+  // themselves; what they still want of this process, or have for it, ends with Unavailable.
   void CloseChannel(uint64_t channel, const absl::Status& reason, absl::Span<const PeerId> tell);
 
-  // `on_peer_lost` runs for each peer of the channel when it is given up; `on_closed` when a peer
-  // closed the channel; `on_unexpected` when a message for which no receive is posted has begun to
-  // come, or waits at its sender for room: once or more often for each, and for those that were
-  // there before the channel was opened.
+  // `on_peer_lost` runs for each peer of the channel when it is given up, `on_peer_left` when it
+  // closed the channel in order, `on_closed` when it did with an error; `on_unexpected` when a
+  // message for which no receive is posted has begun to come, or waits at its sender for room: once
+  // or more often for each. Also for what happened before the channel was opened.
   struct ChannelEvents {
     absl::AnyInvocable<void(PeerId, const absl::Status&)> on_peer_lost;
+    absl::AnyInvocable<void(PeerId, const absl::Status&)> on_peer_left;
     absl::AnyInvocable<void(PeerId, const absl::Status&)> on_closed;
     absl::AnyInvocable<void(PeerId, const MessageKey&)> on_unexpected;
   };

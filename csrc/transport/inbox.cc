@@ -20,6 +20,9 @@ constexpr uint64_t kPullBytes = 512 * 1024;
 // A peer lends 1024 at a time; that it took some back may be on its way.
 constexpr size_t kMaxEarlyInPlace = 16 * 1024;
 
+// Of channels that are not open here, too.
+constexpr size_t kMaxLeftChannels = 4096;
+
 // A message that its owner took back: why, it says in a moment.
 constexpr absl::Duration kWhyComes = absl::Seconds(1);
 
@@ -29,17 +32,16 @@ std::string Text(const MessageKey& key) {
 
 }  // namespace
 
-absl::Status Inbox::Match(const MessageKey& key, const Posted& posted, uint32_t fingerprint,
-                          uint64_t total_bytes) const {
+absl::Status Inbox::Match(const Posted& posted, uint32_t fingerprint, uint64_t total_bytes) const {
   if (posted.fingerprint != 0 && fingerprint != 0 && posted.fingerprint != fingerprint) {
     return absl::FailedPreconditionError(absl::StrFormat(
-        "%s called a different operation: its %s has fingerprint %08x, here %08x is expected",
-        host_->Description(), Text(key), fingerprint, posted.fingerprint));
+        "%s called a different operation: its message has fingerprint %08x, here %08x is expected",
+        host_->Description(), fingerprint, posted.fingerprint));
   }
   if (total_bytes > posted.buffer.size()) {
     return absl::InvalidArgumentError(
-        absl::StrFormat("%s sent %d bytes (%s), the receive posted here has room for %d",
-                        host_->Description(), total_bytes, Text(key), posted.buffer.size()));
+        absl::StrFormat("%s sent %d bytes, the receive posted here has room for %d",
+                        host_->Description(), total_bytes, posted.buffer.size()));
   }
   return absl::OkStatus();
 }
@@ -102,8 +104,9 @@ void Inbox::Pull(const MessageKey& key) {
   const absl::Status status = host_->ReadInPlace(*posted.in_place, posted.pulled_bytes,
                                                  posted.buffer.subspan(posted.pulled_bytes, size));
   if (!status.ok()) {
-    const absl::Status gone = absl::UnavailableError(absl::StrCat(
-        Text(key), " of ", host_->Description(), " is not to be had: ", status.message()));
+    const absl::Status gone = absl::UnavailableError(
+        absl::StrCat("what ", host_->Description(),
+                     " sent could not be read in its memory: ", status.message()));
     if (!absl::IsCancelled(status)) return Fail(key, gone, 0);
     // The channel's end, or the peer's, is on its way: the better reason.
     host_->RunAfter(kWhyComes, [this, key, gone, lease = posted.in_place->lease] {
@@ -143,6 +146,8 @@ void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine:
   if (found == early_.end()) {
     if (!lost_.ok()) {
       Finish(key, lost_);
+    } else if (const auto left = left_.find(key.channel); left != left_.end()) {
+      Finish(key, left->second);
     } else if (discarding_.contains(key)) {
       Finish(key, absl::InvalidArgumentError(
                       absl::StrCat("an earlier receive of ", Text(key), " failed")));
@@ -155,8 +160,7 @@ void Inbox::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine:
   early_.erase(found);
   const uint64_t to_come =
       early.in_place.has_value() ? 0 : SegmentCount(early.total_bytes) - early.pieces.size();
-  if (absl::Status status = Match(key, posted, early.fingerprint, early.total_bytes);
-      !status.ok()) {
+  if (absl::Status status = Match(posted, early.fingerprint, early.total_bytes); !status.ok()) {
     Forget(&early);
     Fail(key, status, to_come);
     return;
@@ -187,7 +191,7 @@ absl::Status Inbox::OnData(const SegmentHeader& h, absl::Span<const std::byte> p
     Posted& posted = it->second;
     if (charged) released_ += Charge(payload.size());
     if (!posted.started) {
-      if (absl::Status status = Match(key, posted, h.fingerprint, h.total_bytes); !status.ok()) {
+      if (absl::Status status = Match(posted, h.fingerprint, h.total_bytes); !status.ok()) {
         Fail(key, status, SegmentCount(h.total_bytes) - 1);
         return absl::OkStatus();
       }
@@ -251,7 +255,7 @@ absl::Status Inbox::OnInPlace(const SegmentHeader& h, const InPlace& place) {
     if (posted.started) {
       return absl::InvalidArgumentError(absl::StrCat(Text(key), " came twice"));
     }
-    if (absl::Status status = Match(key, posted, h.fingerprint, h.total_bytes); !status.ok()) {
+    if (absl::Status status = Match(posted, h.fingerprint, h.total_bytes); !status.ok()) {
       Fail(key, status, 0);
       return absl::OkStatus();
     }
@@ -314,6 +318,22 @@ void Inbox::CloseChannel(uint64_t channel, const absl::Status& reason) {
     return true;
   });
   absl::erase_if(discarding_, [&](const auto& entry) { return entry.first.channel == channel; });
+  left_.erase(channel);
+}
+
+void Inbox::OnPeerLeft(uint64_t channel, const absl::Status& reason) {
+  if (left_.size() >= kMaxLeftChannels) left_.erase(left_.begin());
+  left_[channel] = reason;
+  std::vector<MessageKey> keys;
+  for (const auto& [key, posted] : posted_) {
+    if (key.channel == channel && !posted.started) keys.push_back(key);
+  }
+  for (const MessageKey& key : keys) Finish(key, reason);
+}
+
+absl::Status Inbox::Left(uint64_t channel) const {
+  const auto it = left_.find(channel);
+  return it == left_.end() ? absl::OkStatus() : it->second;
 }
 
 void Inbox::OnPeerLost(const absl::Status& reason) {

@@ -68,6 +68,12 @@ class Inbox {
   // Ends pending receives of the channel and forgets what came for it.
   void CloseChannel(uint64_t channel, const absl::Status& reason);
 
+  // The peer sends nothing more in the channel: ends the receives for which nothing has come, also
+  // those posted later.
+  void OnPeerLeft(uint64_t channel, const absl::Status& reason);
+  // OK unless it has left the channel.
+  absl::Status Left(uint64_t channel) const;
+
   // The peer is gone: ends pending receives. Whole messages that came early stay, and can still be
   // received; anything else ends with `reason` at once.
   void OnPeerLost(const absl::Status& reason);
@@ -116,8 +122,7 @@ class Inbox {
   };
 
   // Checks envelope and size of a message that meets its receive.
-  absl::Status Match(const MessageKey& key, const Posted& posted, uint32_t fingerprint,
-                     uint64_t total_bytes) const;
+  absl::Status Match(const Posted& posted, uint32_t fingerprint, uint64_t total_bytes) const;
   absl::Status Place(const MessageKey& key, Posted* posted, uint64_t offset,
                      absl::Span<const std::byte> payload);
   void Start(Posted* posted, uint64_t total_bytes);
@@ -139,6 +144,7 @@ class Inbox {
   size_t early_in_place_ = 0;  // no credit is spent on them: bounded for themselves
   int peer_waits_ = 0;         // above 0: it announced; say so when a receive is posted
   absl::Status lost_;          // not OK once the peer is gone
+  absl::flat_hash_map<uint64_t, absl::Status> left_;  // channels that the peer has left; bounded
 };
 
 }  // namespace geomesh::transport

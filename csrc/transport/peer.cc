@@ -72,6 +72,10 @@ void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Eng
     FailMessage(message, lost_reason_);
     return;
   }
+  if (const absl::Status left = Left(envelope.key.channel); !left.ok()) {
+    FailMessage(message, left);
+    return;
+  }
   if (is_self_) {
     if (!FeedSelf(message)) self_waiting_.push_back(std::move(message));
     return;
@@ -151,11 +155,28 @@ void Peer::CloseChannel(uint64_t channel, const absl::Status& reason) {
 
 void Peer::TellClosed(uint64_t channel, const absl::Status& reason) {
   if (is_self_ || state_ == State::kLost) return;
+  FlushKeyLists();  // what was read in place is known before
   SegmentHeader header;
   header.type = SegmentType::kClose;
   header.key.channel = channel;
   header.fingerprint = static_cast<uint32_t>(reason.code());
   QueueControl(header, std::string(reason.message().substr(0, kMaxTextBytes)));
+}
+
+// Whatever it sent in the channel has come: it waits for that before it leaves. What it took of
+// ours was handed out, so the rest is not wanted.
+void Peer::OnLeft(uint64_t channel) {
+  if (host_->ChannelClosed(channel)) return;
+  const absl::Status reason =
+      absl::UnavailableError(absl::StrCat(Description(), " has left the group"));
+  inbox_.OnPeerLeft(channel, reason);
+  for (const OutMessagePtr& message : outbox_.Messages()) {
+    if (message->envelope.key.channel == channel && !message->all_handed_out()) {
+      FailMessage(message, reason);
+    }
+  }
+  EndAllLent(reason, channel);
+  host_->OnPeerLeftChannel(this, channel, reason);
 }
 
 void Peer::FailMessage(const OutMessagePtr& message, const absl::Status& reason) {
@@ -492,6 +513,10 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
       HandleReject(h, payload);
       return absl::OkStatus();
     case SegmentType::kClose:
+      if (h.fingerprint == 0) {
+        OnLeft(h.key.channel);
+        return absl::OkStatus();
+      }
       host_->OnPeerClosedChannel(
           this, h.key.channel,
           StatusFromWire(h.fingerprint, Join(Description(), absl::StrCat("closed the channel: ",

@@ -47,6 +47,7 @@ class PeerHost {
   virtual bool ChannelClosed(uint64_t channel) const = 0;
   virtual void OnPeerLost(Peer* peer, const absl::Status& reason) = 0;
   virtual void OnPeerClosedChannel(Peer* peer, uint64_t channel, const absl::Status& reason) = 0;
+  virtual void OnPeerLeftChannel(Peer* peer, uint64_t channel, const absl::Status& reason) = 0;
   virtual void OnUnexpected(Peer* peer, const MessageKey& key) = 0;
 };
 
@@ -75,7 +76,10 @@ class Peer : private Inbox::Host {
   std::vector<MessageKey> Unexpected(uint64_t channel) const { return inbox_.Unexpected(channel); }
   bool IsUnexpected(const MessageKey& key) const { return inbox_.IsUnexpected(key); }
   void CloseChannel(uint64_t channel, const absl::Status& reason);
+  // OK: in order, nothing is due to anybody.
   void TellClosed(uint64_t channel, const absl::Status& reason);
+  // OK unless the peer has left the channel in order.
+  absl::Status Left(uint64_t channel) const { return inbox_.Left(channel); }
 
   // Of the wire, for a lane of this peer.
   void OnLaneUp(LaneId lane);
@@ -139,6 +143,7 @@ class Peer : private Inbox::Host {
   absl::Status HandleLaneLost(const SegmentHeader& header);
   absl::Status ResolveLost(uint32_t name, uint64_t received);
   void HandleBye(Lane* lane);
+  void OnLeft(uint64_t channel);
   void HandleReject(const SegmentHeader& header, absl::Span<const std::byte> payload);
 
   void QueueControl(SegmentHeader header, std::string payload = "");

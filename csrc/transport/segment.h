@@ -35,7 +35,7 @@ enum class SegmentType : uint8_t {
   kWanted = 4,     // payload: keys with a receive posted; their rest may come without credit
   kAnnounce = 5,   // payload: keys that wait for credit
   kReject = 6,     // the receive of `key` failed; fingerprint: status code, payload: text
-  kClose = 7,      // channel closed; fingerprint: status code, payload: text
+  kClose = 7,      // channel closed; fingerprint: status code (0: in order), payload: text
   kBye = 8,        // the process leaves; nothing follows on this lane
   kLaneLost = 9,   // id: the lane's name, offset: last sequence received on it
   kWelcome = 10,   // first segment of an accepted lane; total_bytes: unexpected bound

@@ -337,6 +337,55 @@ TEST(EngineTest, ChannelClosedBeforeItIsOpenedHereIsRemembered) {
   EXPECT_TRUE(told.WaitForNotificationWithTimeout(kTestLimit));
 }
 
+TEST(EngineTest, AChannelLeftInOrderEndsWhatIsStillWantedOfThatPeer) {
+  FakeNetwork network;
+  Pair pair(&network);
+  const PeerId b = pair.a.Id(pair.b), a = pair.b.Id(pair.a);
+  Notification left;
+  const auto open = [&] {
+    Engine::ChannelEvents events;
+    events.on_peer_left = [&](PeerId peer, const absl::Status& status) {
+      EXPECT_EQ(peer, a);
+      EXPECT_EQ(std::string(status.message()),
+                "rank 0 on host host-a (region-a) has left the group");
+      left.Notify();
+    };
+    events.on_closed = [](PeerId, const absl::Status& status) { ADD_FAILURE() << status; };
+    pair.b.engine->OpenChannel(kChannel, {a}, std::move(events));
+  };
+  pair.b.engine->Call(open);
+  const std::vector<std::byte> bytes = RandomBytes(1000, 1), large = RandomBytes(80 << 20, 1);
+  pair.a.Send(pair.b, {kChannel, 1}, bytes);
+  Received waiting = pair.b.Recv(pair.a, {kChannel, 2}, 8);
+  Received elsewhere = pair.b.Recv(pair.a, {kChannel + 1, 2}, 1000);
+  Done blocked = pair.b.Send(pair.a, {kChannel, 1}, large);  // without credit for all of it
+  ASSERT_EQ(pair.a.engine->Drain(absl::Now() + kTestLimit), absl::OkStatus());
+  pair.a.engine->Call([&] { pair.a.engine->CloseChannel(kChannel, absl::OkStatus(), {b}); });
+
+  ASSERT_TRUE(left.WaitForNotificationWithTimeout(kTestLimit));
+  EXPECT_EQ(waiting.Wait().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(blocked.Wait().code(), absl::StatusCode::kUnavailable);
+  // What it had sent is there; nothing else will be.
+  Received sent = pair.b.Recv(pair.a, {kChannel, 1}, 1000);
+  EXPECT_EQ(sent.Wait(), absl::OkStatus());
+  EXPECT_EQ(sent.bytes(), bytes);
+  EXPECT_EQ(pair.b.Recv(pair.a, {kChannel, 3}, 8).Wait().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(pair.b.Send(pair.a, {kChannel, 3}, bytes).Wait().code(),
+            absl::StatusCode::kUnavailable);
+  // Other channels go on.
+  pair.a.Send(pair.b, {kChannel + 1, 2}, bytes);
+  EXPECT_EQ(elsewhere.Wait(), absl::OkStatus());
+
+  // When it is opened only now, that is told again.
+  Notification again;
+  pair.b.engine->Call([&] {
+    Engine::ChannelEvents events;
+    events.on_peer_left = [&](PeerId, const absl::Status&) { again.Notify(); };
+    pair.b.engine->OpenChannel(kChannel, {a}, std::move(events));
+  });
+  EXPECT_TRUE(again.WaitForNotificationWithTimeout(kTestLimit));
+}
+
 TEST(EngineTest, TimersRunInOrderAndCanBeCancelled) {
   FakeNetwork network;
   Node node(&network, "a", 0);

@@ -258,3 +258,57 @@ def test_nan_is_named_on_every_rank_before_it_is_sent() -> None:
         assert "head.weight" in value, value
         assert "4321" in value, value
     assert "rank 1" in run_ranks(3, not_a_number)[0]
+
+
+def some_leave() -> list[str]:
+    rank = dist.get_rank()
+    ones = torch.ones(8)
+    calls = {
+        "all_reduce": lambda group: dist.all_reduce(ones.clone(), group=group),
+        "recv": lambda group: dist.recv(torch.empty(8), 2, group=group),
+        "send": lambda group: dist.send(ones, 2, group=group),
+        "barrier": lambda group: dist.barrier(group),
+    }
+    # A deadline that the test does not live to see.
+    groups = {name: dist.new_group(timeout=timedelta(seconds=600)) for name in calls}
+    last = dist.new_group(timeout=timedelta(seconds=600))
+    if rank == 2:
+        dist.send(ones * 5, 0, group=groups["recv"])
+        for group in groups.values():
+            dist.destroy_process_group(group)
+    # Those that stay go on among themselves, and have what it sent before it left.
+    into = torch.empty(8)
+    if rank == 0:
+        dist.recv(into, 2, group=groups["recv"])
+        assert torch.equal(into, ones * 5)
+        dist.send(ones * 7, 1, group=groups["recv"])
+    if rank == 1:
+        dist.recv(into, 0, group=groups["recv"])
+        assert torch.equal(into, ones * 7)
+    texts = []
+    for name, call in calls.items():
+        if rank != 2:
+            with pytest.raises(RuntimeError) as caught:
+                call(groups[name])
+            texts.append(str(caught.value).split("\nException raised")[0])
+    # Nobody is left to hear from.
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            dist.recv(into, group=last)
+        texts.append(str(caught.value).split("\nException raised")[0])
+    else:
+        dist.destroy_process_group(last)
+    dist.barrier()
+    return texts
+
+
+def test_whoever_still_wants_something_of_a_rank_that_left_is_told() -> None:
+    texts = run_ranks(3, some_leave, per_rank_environment=REGIONS)
+    gone = r"rank 2 on host \S+ \(eastasia\) has left the group"
+    for rank in (0, 1):
+        for text in texts[rank][:4]:
+            assert re.search(gone, text), text
+    # Each of these has had an error of its own, on one of the two at least.
+    assert re.search(r"all_reduce\(Float\[8\], SUM\), sequence 1: " + gone, texts[0][0])
+    assert re.search(r"recv\(Float\[8\], from rank 2, tag 0\), sequence \d+: " + gone, texts[0][1])
+    assert re.search(r"recv\(.*has left the group", texts[0][4])
