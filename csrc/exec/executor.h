@@ -139,6 +139,14 @@ class Executor {
   // Any thread. Runs `work` on the engine thread.
   void WithWindows(absl::AnyInvocable<void(Windows&) &&> work);
 
+  // Any thread but the engine's, as MemoryStats.
+  struct Memory {
+    uint64_t used_bytes = 0;  // by operations under way
+    uint64_t kept_bytes = 0;  // for the next ones
+  };
+  Memory MemoryStats() const;
+  void ReleaseMemory();  // what is kept
+
   // OK, or the first reason why this group can't go on.
   absl::Status health() const;
 

@@ -12,6 +12,7 @@ ScratchMemory ScratchPool::Take(size_t bytes) {
     ScratchMemory memory = std::move(it->second);
     free_.erase(it);
     kept_bytes_ -= memory.bytes;
+    taken_bytes_ += memory.bytes;
     return memory;
   }
   const size_t capacity = (bytes + kScratchAlignmentBytes - 1) & ~(kScratchAlignmentBytes - 1);
@@ -19,10 +20,17 @@ ScratchMemory ScratchPool::Take(size_t bytes) {
   memory.data.reset(static_cast<std::byte*>(
       ::operator new[](capacity, std::align_val_t{kScratchAlignmentBytes})));
   memory.bytes = capacity;
+  taken_bytes_ += capacity;
   return memory;
 }
 
+void ScratchPool::Clear() {
+  free_.clear();
+  kept_bytes_ = 0;
+}
+
 void ScratchPool::Give(ScratchMemory memory) {
+  taken_bytes_ -= memory.bytes;
   if (memory.bytes == 0 || memory.bytes > kMaxKeptBytes) return;
   kept_bytes_ += memory.bytes;
   const size_t capacity = memory.bytes;

@@ -28,7 +28,10 @@ class ScratchPool {
   // At least `bytes` long, aligned to kScratchAlignmentBytes. Nothing for 0 bytes.
   ScratchMemory Take(size_t bytes);
   void Give(ScratchMemory memory);
+  // Gives back what is kept.
+  void Clear();
   size_t kept_bytes() const { return kept_bytes_; }
+  size_t taken_bytes() const { return taken_bytes_; }
 
   // What is kept at most; the rest goes back to the system.
   static constexpr size_t kMaxKeptBytes = size_t{128} << 20;
@@ -36,6 +39,7 @@ class ScratchPool {
  private:
   std::multimap<size_t, ScratchMemory> free_;  // by capacity
   size_t kept_bytes_ = 0;
+  size_t taken_bytes_ = 0;
 };
 
 }  // namespace geomesh::exec

@@ -70,6 +70,14 @@ void CopyOut(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::LaunchAll(std::vector<Operation> operations,
+                                                         Tensors outputs,
+                                                         std::chrono::milliseconds timeout) {
+  std::vector<Work> works;
+  for (Operation& operation : operations) works.push_back(Launch(std::move(operation), timeout));
+  return JoinWorks(std::move(works), std::move(outputs));
+}
+
 // ---- one buffer, in place ----
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::broadcast(Tensors& tensors,
@@ -192,9 +200,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather(std::vector<Tensors>& o
   return Launch(std::move(op), opts.timeout);
 }
 
-ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_allgather_base(at::Tensor& output,
-                                                               at::Tensor& input,
-                                                               const c10d::AllgatherOptions& opts) {
+ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::GatherInto(at::Tensor& output,
+                                                               at::Tensor& input) {
   Operation op = Begin("all_gather_single", "geomesh:_all_gather_base",
                        c10d::OpType::_ALLGATHER_BASE, Describe(input));
   CheckType(op.work.operation, input, output);
@@ -217,7 +224,13 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_allgather_base(at::Tensor& outpu
     op.call.output.push_back({static_cast<std::byte*>(to.data_ptr()) + r * bytes, bytes});
   op.shape = {.collective = Collective::kAllGather, .bytes = bytes};
   op.fingerprint.Add(static_cast<uint64_t>(input.scalar_type())).Add(input.numel());
-  return Launch(std::move(op), opts.timeout);
+  return op;
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_allgather_base(at::Tensor& output,
+                                                               at::Tensor& input,
+                                                               const c10d::AllgatherOptions& opts) {
+  return Launch(GatherInto(output, input), opts.timeout);
 }
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_into_tensor_coalesced(
@@ -226,10 +239,10 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_into_tensor_coalesced(
               "all_gather_single_coalesced: takes as many outputs as inputs, "
               "at least one; got ",
               outputs.size(), " and ", inputs.size());
-  std::vector<Work> works;
+  std::vector<Operation> operations;
   for (size_t i = 0; i < inputs.size(); ++i)
-    works.push_back(_allgather_base(outputs[i], inputs[i], opts));
-  return JoinWorks(std::move(works), outputs);
+    operations.push_back(GatherInto(outputs[i], inputs[i]));
+  return LaunchAll(std::move(operations), outputs, opts.timeout);
 }
 
 // One operation for all of them, through a buffer that has them one after the other.
@@ -397,7 +410,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter(
   return Launch(std::move(op), opts.timeout);
 }
 
-ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_reduce_scatter_base(
+ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::ReduceScatterFrom(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
   Operation op = Begin("reduce_scatter_single", "geomesh:_reduce_scatter_base",
                        c10d::OpType::_REDUCE_SCATTER_BASE, WithOp(output, opts.reduceOp));
@@ -427,7 +440,12 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_reduce_scatter_base(
   op.fingerprint.Add(static_cast<uint64_t>(output.scalar_type()))
       .Add(output.numel())
       .Add(opts.reduceOp.op_);
-  return Launch(std::move(op), opts.timeout);
+  return op;
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+  return Launch(ReduceScatterFrom(output, input, opts), opts.timeout);
 }
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter_tensor_coalesced(
@@ -436,10 +454,10 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter_tensor_coalesced(
               "reduce_scatter_single_coalesced: takes as many outputs as inputs, "
               "at least one; got ",
               outputs.size(), " and ", inputs.size());
-  std::vector<Work> works;
+  std::vector<Operation> operations;
   for (size_t i = 0; i < inputs.size(); ++i)
-    works.push_back(_reduce_scatter_base(outputs[i], inputs[i], opts));
-  return JoinWorks(std::move(works), outputs);
+    operations.push_back(ReduceScatterFrom(outputs[i], inputs[i], opts));
+  return LaunchAll(std::move(operations), outputs, opts.timeout);
 }
 
 // ---- all to all ----

@@ -62,6 +62,9 @@ absl::Status ProcessGroupGeoMesh::Usable() const {
         "geomesh: the group was made to be configured: call reconfigure() with the handles of its "
         "ranks first");
   }
+  if (suspended_) {
+    return absl::FailedPreconditionError("geomesh: the group is suspended: call resume() first");
+  }
   return executor_->health();
 }
 
@@ -417,6 +420,34 @@ std::shared_ptr<c10::Allocator> ProcessGroupGeoMesh::getMemAllocator() {
 
 at::Tensor ProcessGroupGeoMesh::allocateTensor(long size, at::TensorOptions options) {
   return at::empty({size}, options);
+}
+
+void ProcessGroupGeoMesh::suspend() {
+  const std::shared_ptr<void> unlocked = Unlocked();
+  const std::shared_ptr<exec::Executor> running = executor();
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (const absl::Status usable = Usable(); !suspended_ && !usable.ok()) Throw(usable);
+    // A work that was waited for is counted for a moment more, while its callbacks run.
+    idle_.wait_for(lock, std::chrono::seconds(1), [this] { return pending_ == 0; });
+    TORCH_CHECK(pending_ == 0, "geomesh: suspend() with ", pending_,
+                " operations pending: wait for them first");
+    suspended_ = true;
+  }
+  running->ReleaseMemory();
+}
+
+void ProcessGroupGeoMesh::resume() {
+  CheckOwner();
+  std::lock_guard<std::mutex> lock(mutex_);
+  suspended_ = false;
+}
+
+std::unordered_map<std::string, uint64_t> ProcessGroupGeoMesh::getMemoryStats() {
+  const exec::Executor::Memory memory = executor()->MemoryStats();
+  uint64_t unexpected = 0;
+  for (const transport::PeerStats& peer : Stats()) unexpected += peer.unexpected_bytes;
+  return {{"used", memory.used_bytes}, {"kept", memory.kept_bytes}, {"unexpected", unexpected}};
 }
 
 }  // namespace geomesh::group

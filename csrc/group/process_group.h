@@ -22,6 +22,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/options.h"
@@ -170,6 +171,12 @@ class ProcessGroupGeoMesh : public c10d::Backend {
 
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Virtual from torch 2.15 on. suspend() gives back what is kept for the next operations, which
+  // are refused until resume(); nothing may be pending. Bytes: "used" by operations under way,
+  // "kept" for the next, "unexpected" from all peers of the process, before their receives.
+  void suspend();
+  void resume();
+  std::unordered_map<std::string, uint64_t> getMemoryStats();
 
   // ---- beginning, regrouping, ending ----
 
@@ -222,6 +229,12 @@ class ProcessGroupGeoMesh : public c10d::Backend {
 
   Operation Begin(const char* name, const char* title, c10d::OpType type, std::string detail);
   c10::intrusive_ptr<WorkGeoMesh> Launch(Operation operation, std::chrono::milliseconds timeout);
+  // Operations that were all checked before the first one begins, as one work.
+  Work LaunchAll(std::vector<Operation> operations, Tensors outputs,
+                 std::chrono::milliseconds timeout);
+  Operation GatherInto(at::Tensor& output, at::Tensor& input);
+  Operation ReduceScatterFrom(at::Tensor& output, at::Tensor& input,
+                              const c10d::ReduceScatterOptions& opts);
   // For what the executor's services do: no program.
   Issued LaunchService(Operation operation, std::chrono::milliseconds timeout);
   Issued Issue(Operation& operation, std::chrono::milliseconds timeout);  // mutex_ is held
@@ -262,6 +275,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   uint64_t sequence_ = 0;
   int64_t pending_ = 0;
   int64_t reading_ = 0;  // of these, not started yet: their inputs come from a GPU
+  bool suspended_ = false;
   bool shut_ = false;
   std::list<std::shared_ptr<EphemeralTimeout>> ephemeral_timeouts_;
   std::optional<std::vector<Work>> coalesced_;  // while coalescing

@@ -374,9 +374,18 @@ def coalesced() -> None:
         every = [make(r, world * size, torch.float32, salt=size) for r in range(world)]
         assert torch.equal(output, reference_reduce(every, SUM).view(world, size)[rank])
 
+    # All are checked before the first one leaves.
+    if rank == 0:
+        short, wrong = torch.empty(world * 5), torch.empty(world * 5 - 1)
+        with pytest.raises(RuntimeError, match=r"ranks times 5"):
+            group.allgather_into_tensor_coalesced([short, wrong], [torch.ones(5)] * 2)
+        with pytest.raises(RuntimeError, match=r"ranks times 5"):
+            group.reduce_scatter_tensor_coalesced([torch.ones(5)] * 2, [short, wrong])
     with pytest.raises(RuntimeError, match=r"share memory"):
         group.allreduce_coalesced([torch.ones(1).expand(4)])
-    dist.barrier()
+    total = torch.full((5,), float(rank))
+    dist.all_reduce(total)
+    assert torch.equal(total, torch.full((5,), sum(range(world)), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("world", [1, 3])

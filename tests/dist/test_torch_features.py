@@ -12,6 +12,8 @@ from ranks import run_ranks
 from small_model import batch, make_model, reference, train
 from torch import nn
 
+from torch_geomesh.backend import backend_of
+
 
 def join(backend: str) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
@@ -98,3 +100,33 @@ def debug_detail() -> str:
 def test_debug_detail_wraps_the_backend() -> None:
     for text in run_ranks(2, debug_detail, initialize=False):
         assert "Detected mismatch between collectives" in text, text  # the wrapper's words
+
+
+def memory_given_back() -> None:
+    backend = backend_of(None)
+    peer = 1 - dist.get_rank()
+    data = torch.ones(1_000_003)
+    dist.all_reduce(data)
+    assert torch.equal(data, torch.full_like(data, 2))
+    before = backend.memory_stats()
+    assert before["used"] == 0
+    assert before["kept"] > 0
+    waiting = dist.irecv(torch.empty(3), peer)
+    with pytest.raises(RuntimeError, match=r"suspend.. with 1 operations pending: wait for them"):
+        backend.suspend()
+    dist.send(torch.ones(3), peer)
+    waiting.wait()
+    backend.suspend()
+    assert backend.memory_stats()["kept"] == 0
+    with pytest.raises(RuntimeError, match="the group is suspended: call resume"):
+        dist.all_reduce(data)
+    backend.resume()
+    dist.all_reduce(data)
+    assert torch.equal(data, torch.full_like(data, 4))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d.Backend, "suspend"), reason="torch has it from 2.15 on"
+)
+def test_suspend_gives_memory_back() -> None:
+    run_ranks(2, memory_given_back)
