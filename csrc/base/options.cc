@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <initializer_list>
 #include <numeric>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -75,6 +77,15 @@ absl::Status SetDuration(absl::Duration& field, absl::string_view text, absl::Du
   return absl::OkStatus();
 }
 
+absl::Status SetChoice(std::string& field, absl::string_view text,
+                       std::initializer_list<absl::string_view> choices) {
+  if (std::find(choices.begin(), choices.end(), text) == choices.end()) {
+    return absl::InvalidArgumentError(absl::StrCat("takes ", absl::StrJoin(choices, ", ")));
+  }
+  field = std::string(text);
+  return absl::OkStatus();
+}
+
 // The log reads its variable itself; here a wrong one is refused.
 absl::Status CheckLogLevel(Options&, absl::string_view text) {
   if (text.empty() || ParseLogLevel(text).has_value()) return absl::OkStatus();
@@ -125,9 +136,30 @@ constexpr Entry kTable[] = {
      [](Options& o, absl::string_view text) { return SetPorts(o.ports, text); },
      [](const Options& o) { return o.ports.ToString(); }},
     {{"lanes", "GEOMESH_LANES", "integer", "0",
-      "Connections to each peer. 0: one inside a host, more between hosts."},
+      "Connections to each peer. 0: one inside a host; between hosts two, and more while "
+      "throughput "
+      "grows by it."},
      [](Options& o, absl::string_view text) { return SetInteger(o.lanes, text, 0, 64); },
      [](const Options& o) { return absl::StrCat(o.lanes); }},
+    {{"scheduler", "GEOMESH_SCHEDULER", "choice", "storm",
+      "Which message goes next: storm (what is nearly complete first), fifo or fair (all in turn). "
+      "The latter are there to compare."},
+     [](Options& o, absl::string_view text) {
+       return SetChoice(o.scheduler, text, {"storm", "fifo", "fair"});
+     },
+     [](const Options& o) { return o.scheduler; }},
+    {{"balancer", "GEOMESH_BALANCER", "choice", "rate",
+      "How large messages are spread over the lanes: rate (by measured rate), backlog (least bytes "
+      "first) or round-robin."},
+     [](Options& o, absl::string_view text) {
+       return SetChoice(o.balancer, text, {"rate", "backlog", "round-robin"});
+     },
+     [](const Options& o) { return o.balancer; }},
+    {{"pin_bytes", "GEOMESH_PIN_BYTES", "bytes", "64K",
+      "Messages up to this size stay on one lane each, the quickest. 0: none does; 1024G: all do, "
+      "for paths that must not reorder."},
+     [](Options& o, absl::string_view text) { return SetBytes(o.pin_bytes, text, 0); },
+     [](const Options& o) { return absl::StrCat(o.pin_bytes); }},
     {{"unexpected_bytes", "GEOMESH_UNEXPECTED_BYTES", "bytes", "32M",
       "What a peer may send ahead of the receive that takes it. Both ends must have the same."},
      [](Options& o, absl::string_view text) { return SetBytes(o.unexpected_bytes, text, 1 << 20); },

@@ -29,6 +29,9 @@ struct Options {
   std::string interface;
   PortRange ports;
   int64_t lanes = 0;
+  std::string scheduler = "storm";
+  std::string balancer = "rate";
+  int64_t pin_bytes = 64 << 10;
   int64_t unexpected_bytes = 32 << 20;
   absl::Duration suspect_after = absl::Seconds(3);
   absl::Duration dead_after = absl::Seconds(20);

@@ -63,6 +63,22 @@ py::dict StatsDict(const transport::PeerStats& stats) {
   py::dict row;
   row["peer"] = stats.description;
   row["lanes"] = stats.lanes;
+  py::list lanes;
+  for (const transport::LaneStats& lane : stats.lane_stats) {
+    py::dict one;
+    one["name"] = lane.name;
+    one["bytes_sent"] = lane.bytes_sent;
+    one["segments_sent"] = lane.segments_sent;
+    one["in_flight_bytes"] = lane.in_flight_bytes;
+    one["window_bytes"] = lane.window_bytes;
+    one["delivery_bytes_per_s"] = lane.delivery_bytes_per_s;
+    one["rtt_s"] = absl::ToDoubleSeconds(lane.rtt);
+    one["min_rtt_s"] = absl::ToDoubleSeconds(lane.min_rtt);
+    lanes.append(one);
+  }
+  row["lane_stats"] = lanes;
+  row["lanes_lost"] = stats.lanes_lost;
+  row["queue_wait_s"] = absl::ToDoubleSeconds(stats.queue_wait);
   row["bytes_sent"] = stats.bytes_sent;
   row["bytes_received"] = stats.bytes_received;
   row["segments_sent"] = stats.segments_sent;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -26,6 +27,12 @@ transport::HostScope Scope() {
   const std::string world = Variable("WORLD_SIZE");
   if (local.empty() || world.empty()) return transport::HostScope::kUnknown;
   return local == world ? transport::HostScope::kSingleHost : transport::HostScope::kSeveralHosts;
+}
+
+// The options' own check has seen to it that the name is one of these.
+template <typename Enum>
+Enum ByName(absl::string_view name, const std::map<absl::string_view, Enum>& values) {
+  return values.at(name);
 }
 
 // Of what the user asked for a further group, all that differs from what the engine runs with.
@@ -87,6 +94,15 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   engine_options.host = HostName();
   engine_options.region = options.region;
   engine_options.lanes = static_cast<int>(options.lanes);
+  engine_options.policy = ByName<transport::SchedulePolicy>(
+      options.scheduler, {{"storm", transport::SchedulePolicy::kStorm},
+                          {"fifo", transport::SchedulePolicy::kFifo},
+                          {"fair", transport::SchedulePolicy::kFair}});
+  engine_options.balancer = ByName<transport::Balancer>(
+      options.balancer, {{"rate", transport::Balancer::kRateWeighted},
+                         {"backlog", transport::Balancer::kLeastBacklog},
+                         {"round-robin", transport::Balancer::kRoundRobin}});
+  engine_options.pin_bytes = static_cast<uint64_t>(options.pin_bytes);
   engine_options.unexpected_bytes = options.unexpected_bytes;
   engine_options.suspect_after = options.suspect_after;
   engine_options.dead_after = options.dead_after;

@@ -79,8 +79,21 @@ struct Envelope {
   uint32_t fingerprint = 0;
 };
 
+// Which message's segment goes next; see scheduler.h.
+enum class SchedulePolicy : uint8_t { kStorm, kFifo, kFair };
+
+// Which lane a segment of a sprayed message takes; see balancer.h.
+enum class Balancer : uint8_t { kRateWeighted, kLeastBacklog, kRoundRobin };
+
 struct EngineOptions {
-  int lanes = 0;  // a peer; 0: chosen (1 on the same host and in the same region, else 4)
+  // A peer. 0: one on the same host and in the same region; else two, and more while throughput
+  // grows by it.
+  int lanes = 0;
+  SchedulePolicy policy = SchedulePolicy::kStorm;
+  Balancer balancer = Balancer::kRateWeighted;
+  // Messages up to this size stay on one lane each, and so in order. 0: none; very large: all, for
+  // paths that must not reorder.
+  uint64_t pin_bytes = 64 * 1024;
   // Of this process, for that choice. Empty host: the machine's name.
   std::string host, region;
   // A peer: what it may send before the receive is posted. At least 1 MB.
@@ -104,10 +117,21 @@ struct RecvOptions {
   bool standing = false;
 };
 
+struct LaneStats {
+  uint32_t name = 0;  // the same on both sides
+  uint64_t bytes_sent = 0, segments_sent = 0;
+  uint64_t in_flight_bytes = 0, window_bytes = 0;  // posted and not acknowledged; how much may be
+  double delivery_bytes_per_s = 0;
+  absl::Duration rtt = absl::ZeroDuration(), min_rtt = absl::ZeroDuration();
+};
+
 struct PeerStats {
   std::string description;  // "rank 2 on host b (eastasia)"
   int lanes = 0;
-  uint64_t bytes_sent = 0, bytes_received = 0;  // payload
+  std::vector<LaneStats> lane_stats;
+  uint64_t lanes_lost = 0;                           // and replaced
+  absl::Duration queue_wait = absl::ZeroDuration();  // of all segments together, for a lane
+  uint64_t bytes_sent = 0, bytes_received = 0;       // payload
   uint64_t segments_sent = 0, segments_received = 0;
   uint64_t unexpected_bytes = 0;                 // now
   double delivery_bytes_per_s = 0;               // measured from acks; 0: not yet known

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "transport/balancer.h"
 #include "transport/loop.h"
 #include "transport/scheduler.h"
 #include "transport/segment.h"
@@ -46,19 +47,27 @@ struct Lane {
   LaneId id{};
   uint32_t name = 0;  // the same on both sides: attempt << 8 | index
   State state = State::kConnecting;
-  bool broken = false;  // a Post failed; its loss is on the way
+  bool broken = false;   // a Post failed; its loss is on the way
+  bool stalled = false;  // nothing more is put on it; it will be closed
 
   // ---- sending ----
   uint64_t sent_sequence = 0;
   std::deque<Outgoing*> in_flight;  // in order of sequence; not settled
   uint64_t in_flight_bytes = 0;
-  uint64_t delivered_bytes = 0;
+  uint64_t delivered_bytes = 0, sent_bytes = 0;
   Instant delivered_at;
+  Instant acked_at;       // when anything was acknowledged last
   Instant acked_sent_at;  // when the newest acknowledged segment was sent
   Instant sent_at;
   bool bare_on_wire = false;  // one kAck or kHeartbeat at a time
   double bytes_per_s = 0;
   Instant rate_at;
+  // The window holds twice what the path does while the rate grows; then little more than that, so
+  // that nothing queues for long before what is urgent, and now and then the most again, to see
+  // whether there is more to be had.
+  double grown_to = 0;  // bytes_per_s when it last grew
+  Instant round_at;     // a round trip began
+  int rounds = 0, flat_rounds = 0;
   absl::Duration min_rtt = absl::InfiniteDuration();
   absl::Duration rtt = absl::ZeroDuration();  // smoothed
 
@@ -67,6 +76,9 @@ struct Lane {
   Instant heard_at;
   uint64_t unacked_bytes = 0;  // received since our last ack; 0: none is owed
 
+  // May carry data.
+  bool usable() const { return state == State::kReady && !broken && !stalled; }
+  double WindowGain() const;
   LaneView View(int lanes) const;
   // Before a Post: fills in what rate and delay are measured from.
   void OnSend(Outgoing* out, Instant now, int lanes);

@@ -24,6 +24,21 @@ bool IsBare(SegmentType type) {
   return type == SegmentType::kAck || type == SegmentType::kHeartbeat;
 }
 
+constexpr int kRemoteLanes = 2, kMostLanes = 16;
+
+bool Near(const EngineOptions& options, const PeerRecord& record) {
+  return record.host == options.host && record.region == options.region;
+}
+
+int FirstLanes(const EngineOptions& options, const PeerRecord& record) {
+  return options.lanes > 0 ? options.lanes : Near(options, record) ? 1 : kRemoteLanes;
+}
+
+// Inside a host, throughput is the processors' and not the lanes'.
+int MostLanes(const EngineOptions& options, const PeerRecord& record) {
+  return options.lanes > 0 ? options.lanes : Near(options, record) ? 1 : kMostLanes;
+}
+
 bool Less(const ProcessUid& a, const ProcessUid& b) {
   return a.high != b.high ? a.high < b.high : a.low < b.low;
 }
@@ -48,7 +63,10 @@ Peer::Peer(PeerHost* host, PeerId id, PeerRecord record)
       dials_(Less(host->self_uid(), record_.uid)),
       send_check_(SourceCheck(host->self_uid(), record_.uid)),
       receive_check_(SourceCheck(record_.uid, host->self_uid())),
-      inbox_(this, static_cast<uint64_t>(host->options().unexpected_bytes)) {}
+      tuner_(FirstLanes(host->options(), record_), MostLanes(host->options(), record_)),
+      inbox_(this, static_cast<uint64_t>(host->options().unexpected_bytes)),
+      outbox_(host->options().policy),
+      picker_(host->options().balancer, host->options().pin_bytes) {}
 
 Peer::~Peer() = default;
 
@@ -83,7 +101,8 @@ void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Eng
   const MessageKey& key = envelope.key;
   const bool lends =
       options.in_place && peer_reads_ && bytes.size() >= kInPlaceBytes && lent_.size() < kMaxLent;
-  if (lent_.contains(key) || (lends ? outbox_.Find(key) != nullptr : !outbox_.Add(message))) {
+  if (lent_.contains(key) || (lends ? outbox_.Find(key) != nullptr
+                                    : !outbox_.Add(message, std::chrono::steady_clock::now()))) {
     message->failure = absl::InvalidArgumentError(
         absl::StrFormat("message %d of channel %016x is already on its way to %s", envelope.key.id,
                         envelope.key.channel, Description()));
@@ -189,10 +208,29 @@ void Peer::MaybeFinish(const OutMessagePtr& message) {
   if (message->finished || message->unposted > 0) return;
   if (message->failure.ok() && (!message->all_handed_out() || message->in_doubt > 0)) return;
   message->finished = true;
+  if (message->failure.ok()) KeepUnacknowledged(message.get());
   if (!is_self_) outbox_.Remove(message);
   Defer([message] {
     std::move(message->done)(message->failure.ok() ? message->reject : message->failure);
   });
+}
+
+void Peer::KeepUnacknowledged(const OutMessage* message) {
+  if (lanes_.size() < 2) return;
+  const uint64_t segments = SegmentCount(message->bytes.size());
+  for (const auto& lane : lanes_) {
+    // A short message is on one lane, and was posted lately.
+    if (segments == 1 && lane->name != message->lane) continue;
+    uint64_t found = 0;
+    for (auto it = lane->in_flight.rbegin(); it != lane->in_flight.rend() && found < segments;
+         ++it) {
+      Outgoing* out = *it;
+      if (out->message.get() != message) continue;
+      ++found;
+      out->owned_payload = std::string(AsText(out->payload));
+      out->payload = AsBytes(out->owned_payload);
+    }
+  }
 }
 
 // ---- Inbox::Host ----
@@ -305,9 +343,8 @@ void Peer::Pump() {
   const auto post_control = [this] {
     while (!control_.empty()) {
       // Always the first lane, so that control segments keep their order.
-      const auto lane = std::find_if(lanes_.begin(), lanes_.end(), [](const auto& l) {
-        return l->state == Lane::State::kReady && !l->broken;
-      });
+      const auto lane =
+          std::find_if(lanes_.begin(), lanes_.end(), [](const auto& l) { return l->usable(); });
       if (lane == lanes_.end()) return;
       Control control = std::move(control_.front());
       control_.pop_front();
@@ -320,15 +357,20 @@ void Peer::Pump() {
   std::vector<LaneView> views;
   std::vector<Lane*> ready;
   for (const auto& lane : lanes_) {
-    if (lane->state == Lane::State::kReady && !lane->broken) ready.push_back(lane.get());
+    if (lane->usable()) ready.push_back(lane.get());
   }
   for (Lane* lane : ready) views.push_back(lane->View(static_cast<int>(ready.size())));
+  const Instant now = std::chrono::steady_clock::now();
+  const auto place = [&](OutMessage& message, Level level) {
+    return picker_.Pick(views, message, level);
+  };
   while (true) {
-    const int level = outbox_.NextLevel();
-    if (level == kLevels) break;
-    const int pick = PickLane(views, static_cast<Level>(level));
-    if (pick < 0) break;
-    Outbox::Segment segment = outbox_.Take();
+    std::optional<Outbox::Segment> taken = outbox_.Take(now, place);
+    if (!taken.has_value()) break;
+    Outbox::Segment& segment = *taken;
+    const int pick = segment.lane;
+    queue_wait_ += Between(segment.waited_since, now);
+    segment.message->lane = ready[pick]->name;
     auto* out = new Outgoing;
     out->header.type = SegmentType::kData;
     out->header.flags = segment.solicited ? kSolicited : 0;
@@ -351,6 +393,7 @@ void Peer::Pump() {
   }
   FlushKeyLists();  // messages that met the end of the credit just now
   post_control();
+  TuneLanes(now, outbox_.has_ready());
 }
 
 void Peer::PostControl(Lane* lane, Control control) {
@@ -494,6 +537,14 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
         return absl::InvalidArgumentError("a message in place that this process can't read");
       }
       return inbox_.OnInPlace(h, InPlace::Parse(payload));
+    case SegmentType::kMoreLanes:
+      if (dials_ && host_->options().lanes == 0) {
+        tuner_.AtLeast(static_cast<int>(std::min<uint64_t>(h.key.id, kMostLanes)));
+        const Instant now = std::chrono::steady_clock::now();
+        dial_more_at_ = now;
+        DialMore(now);
+      }
+      return absl::OkStatus();
     case SegmentType::kPulled:
       for (const MessageKey& key : DecodeKeys(payload)) EndLent(key, absl::OkStatus());
       return absl::OkStatus();
@@ -626,9 +677,9 @@ Peer::Undelivered Peer::undelivered() const {
   }
   const auto add = [&](const std::deque<Outgoing*>& queue) {
     for (const Outgoing* out : queue) {
-      if (out->message == nullptr) continue;
+      if (out->message == nullptr && out->header.type != SegmentType::kData) continue;
       sum.bytes += static_cast<int64_t>(out->payload.size());
-      seen.insert(out->message.get());
+      if (out->message != nullptr) seen.insert(out->message.get());
     }
   };
   for (const auto& lane : lanes_) add(lane->in_flight);
@@ -646,6 +697,7 @@ Peer::Undelivered Peer::undelivered() const {
   // still be heard.
   for (const Control& control : control_) {
     if (control.header.type == SegmentType::kClose) ++sum.messages;
+    if (control.header.type == SegmentType::kData) ++sum.messages;  // of a lost lane
   }
   return sum;
 }
@@ -665,7 +717,19 @@ PeerStats Peer::Stats(Instant now) const {
     stats.delivery_bytes_per_s += lane->bytes_per_s;
     if (lane->rtt > absl::ZeroDuration()) rtt = std::min(rtt, lane->rtt);
     heard = std::max(heard, lane->heard_at);
+    LaneStats& one = stats.lane_stats.emplace_back();
+    const LaneView view = lane->View(ReadyLanes());
+    one.name = lane->name;
+    one.bytes_sent = lane->sent_bytes;
+    one.segments_sent = lane->sent_sequence;
+    one.in_flight_bytes = view.in_flight_bytes;
+    one.window_bytes = view.window_bytes;
+    one.delivery_bytes_per_s = lane->bytes_per_s;
+    one.rtt = lane->rtt;
+    if (lane->min_rtt != absl::InfiniteDuration()) one.min_rtt = lane->min_rtt;
   }
+  stats.lanes_lost = lanes_lost_;
+  stats.queue_wait = queue_wait_;
   if (rtt != absl::InfiniteDuration()) stats.rtt = rtt;
   if (state_ == State::kConnecting) {
     stats.trouble =

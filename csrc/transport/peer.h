@@ -2,7 +2,6 @@
 // (receiving) and Outbox (what goes next) to the wire. Engine thread only.
 #pragma once
 
-#include <bitset>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -13,9 +12,11 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
+#include "transport/balancer.h"
 #include "transport/engine.h"
 #include "transport/inbox.h"
 #include "transport/lane.h"
+#include "transport/lane_tuner.h"
 #include "transport/local_memory.h"
 #include "transport/loop.h"
 #include "transport/scheduler.h"
@@ -129,7 +130,11 @@ class Peer : private Inbox::Host {
   bool ChannelClosed(uint64_t channel) const override { return host_->ChannelClosed(channel); }
   void Unexpected(const MessageKey& key) override { host_->OnUnexpected(this, key); }
 
-  void Dial();
+  void Dial(int lanes, bool more);
+  // Lanes that are missing, or that were added to the number.
+  void DialMore(Instant now);
+  void TuneLanes(Instant now, bool limited);
+  void CloseStalled(Instant now);
   void RetryDial(const absl::Status& reason);
   void Welcome(Lane* lane);
   void BecomeConnected();
@@ -157,6 +162,9 @@ class Peer : private Inbox::Host {
   void MaybeFinish(const OutMessagePtr& message);
   void FailMessage(const OutMessagePtr& message, const absl::Status& reason);
 
+  // Its memory is about to be the caller's again: what was not acknowledged is copied, so that the
+  // loss of one of several lanes loses nothing.
+  void KeepUnacknowledged(const OutMessage* message);
   bool FeedSelf(const OutMessagePtr& message);
 
   // A message that stays where it is until the peer has read it.
@@ -184,7 +192,11 @@ class Peer : private Inbox::Host {
   std::optional<Instant> asked_at_;  // when first, since it was heard: it should answer
 
   uint32_t attempt_ = 0;
-  std::bitset<256> accepted_;  // lanes of this attempt, by index
+  int next_index_ = 0;  // of the lane of this attempt that is to be accepted next
+  LaneTuner tuner_;
+  uint64_t delivered_on_lost_lanes_ = 0;
+  Instant dial_more_at_;
+  absl::Duration dial_more_in_ = absl::Seconds(1);
   absl::Duration retry_in_ = absl::Milliseconds(100);
   bool retry_pending_ = false;
   Instant connect_deadline_;
@@ -196,6 +208,7 @@ class Peer : private Inbox::Host {
 
   Inbox inbox_;
   Outbox outbox_;
+  LanePicker picker_;
   std::deque<Control> control_;
   std::vector<MessageKey> wanted_, pulled_;
   std::optional<LocalMemory> memory_;  // the peer's, where it can be read
@@ -208,6 +221,8 @@ class Peer : private Inbox::Host {
   int64_t unposted_bytes_ = 0;
   uint64_t bytes_sent_ = 0, bytes_received_ = 0;
   uint64_t segments_sent_ = 0, segments_received_ = 0;
+  uint64_t lanes_lost_ = 0;
+  absl::Duration queue_wait_;
 };
 
 }  // namespace geomesh::transport

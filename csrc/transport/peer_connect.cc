@@ -10,8 +10,9 @@
 namespace geomesh::transport {
 namespace {
 
-constexpr int kRemoteLanes = 4;
 constexpr absl::Duration kMaxRetry = absl::Seconds(1);
+constexpr absl::Duration kMaxDialMore = absl::Seconds(30);
+constexpr size_t kMaxPeerLanes = 64;  // a peer's, whatever it dials
 
 }  // namespace
 
@@ -27,14 +28,13 @@ void Peer::Connect() {
                                              "\": set the same on all ranks")));
     return;
   }
-  if (dials_) Dial();
+  if (dials_) Dial(tuner_.lanes(), /*more=*/false);
 }
 
-void Peer::Dial() {
+void Peer::Dial(int lanes, bool more) {
   const EngineOptions& options = host_->options();
-  const bool near = record_.host == options.host && record_.region == options.region;
-  const int lanes = options.lanes > 0 ? options.lanes : near ? 1 : kRemoteLanes;
   Hello hello;
+  hello.more = more;
   hello.dialer = host_->self_uid();
   hello.target = record_.uid;
   hello.attempt = ++attempt_;
@@ -42,6 +42,11 @@ void Peer::Dial() {
   hello.description = host_->SelfDescription();
   const absl::StatusOr<LaneId> first =
       host_->wire().Dial(record_.address, Description(), lanes, AsBytes(hello.Serialize()));
+  if (!first.ok() && more) {
+    Log(LogLevel::kInfo, "transport",
+        absl::StrCat("no further lanes to ", Description(), ": ", first.status().message()));
+    return;
+  }
   if (!first.ok()) {
     if (first.status().code() == absl::StatusCode::kInvalidArgument) {
       Lose(absl::UnavailableError(
@@ -68,24 +73,62 @@ void Peer::RetryDial(const absl::Status& reason) {
   retry_pending_ = true;
   host_->RunAt(std::chrono::steady_clock::now() + retry_in_, [this] {
     retry_pending_ = false;
-    if (state_ == State::kConnecting && lanes_.empty()) Dial();
+    if (state_ == State::kConnecting && lanes_.empty()) Dial(tuner_.lanes(), /*more=*/false);
   });
   retry_in_ = std::min(2 * retry_in_, kMaxRetry);
+}
+
+void Peer::DialMore(Instant now) {
+  const int missing = tuner_.lanes() - static_cast<int>(lanes_.size());
+  if (!dials_ || leaving_ || said_bye_ || state_ != State::kConnected || now < dial_more_at_)
+    return;
+  if (missing <= 0) {
+    dial_more_in_ = absl::Seconds(1);
+    return;
+  }
+  dial_more_at_ = now + dial_more_in_;
+  dial_more_in_ = std::min(2 * dial_more_in_, kMaxDialMore);
+  Dial(missing, /*more=*/true);
+}
+
+void Peer::TuneLanes(Instant now, bool limited) {
+  if (host_->options().lanes > 0) return;
+  uint64_t delivered = delivered_on_lost_lanes_;
+  absl::Duration rtt = absl::ZeroDuration();
+  for (const auto& lane : lanes_) {
+    delivered += lane->delivered_bytes;
+    rtt = std::max(rtt, lane->rtt);
+  }
+  const int before = tuner_.lanes();
+  // Those asked for last may be on their way still.
+  if (tuner_.Update(now, delivered, limited && ReadyLanes() >= before, rtt) == before) return;
+  if (dials_) {
+    dial_more_at_ = now;
+    DialMore(now);
+  } else {
+    SegmentHeader header;
+    header.type = SegmentType::kMoreLanes;
+    header.key.id = static_cast<uint64_t>(tuner_.lanes());
+    QueueControl(header);
+  }
 }
 
 bool Peer::Accept(LaneId id, int index, const Hello& hello) {
   if (state_ == State::kLost || is_self_ || dials_) return false;
   const Instant now = std::chrono::steady_clock::now();
   if (hello.attempt != attempt_) {
-    // A newer try of a dialer that gave the last one up. Once it had spoken, it would not try.
-    if (hello.attempt < attempt_ || state_ == State::kConnected) return false;
-    CloseLanes();
-    KeepOnlyCloses();
+    if (hello.attempt < attempt_ || lanes_.size() >= kMaxPeerLanes) return false;
+    if (!hello.more) {
+      // A newer try of a dialer that gave the last one up. Once it had spoken, it would not try.
+      if (state_ == State::kConnected) return false;
+      CloseLanes();
+      KeepOnlyCloses();
+    }
     attempt_ = hello.attempt;
-    accepted_.reset();
+    next_index_ = 0;
   }
-  if (accepted_.test(static_cast<size_t>(index))) return false;
-  accepted_.set(static_cast<size_t>(index));
+  if (index != next_index_) return false;
+  ++next_index_;
   outbox_.SetBound(std::max<uint64_t>(hello.unexpected_bytes, kMinUnexpectedBytes));
   auto lane = std::make_unique<Lane>();
   lane->id = id;
@@ -130,9 +173,8 @@ Lane* Peer::FindLane(LaneId id) {
 }
 
 int Peer::ReadyLanes() const {
-  return static_cast<int>(std::count_if(lanes_.begin(), lanes_.end(), [](const auto& lane) {
-    return lane->state == Lane::State::kReady && !lane->broken;
-  }));
+  return static_cast<int>(
+      std::count_if(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->usable(); }));
 }
 
 void Peer::OnLaneUp(LaneId) {}  // usable for us only once the other side welcomed it

@@ -12,6 +12,9 @@ namespace {
 
 constexpr absl::Duration kLeftLinger = absl::Seconds(2);
 
+// A lane of several on which nothing is acknowledged for so long, while others go on.
+constexpr absl::Duration kStalled = absl::Seconds(2);
+
 }  // namespace
 
 void Peer::HandleBye(Lane* lane) {
@@ -33,6 +36,8 @@ void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
   const std::unique_ptr<Lane> lane = std::move(*it);
   lanes_.erase(it);
   host_->ForgetLane(id);
+  delivered_on_lost_lanes_ += lane->delivered_bytes;
+  ++lanes_lost_;
 
   if (state_ == State::kLost) {
     for (Outgoing* out : lane->in_flight) Settle(out);
@@ -92,8 +97,8 @@ absl::Status Peer::HandleLaneLost(const SegmentHeader& h) {
   return ResolveLost(name, h.offset);
 }
 
-// The peer received the first `received` segments of the lane. The others are sent again, unless
-// their memory is no longer ours: a send is done when the wire has taken it over.
+// The peer received the first `received` segments of the lane. The others are sent again: from the
+// caller's memory, or from the copy that was made when the send was done (KeepUnacknowledged).
 absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
   const auto it = in_doubt_.find(name);
   if (it == in_doubt_.end()) return absl::OkStatus();
@@ -109,8 +114,11 @@ absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
     if (out->header.sequence > received) {
       const OutMessagePtr& message = out->message;
       const bool charged = (out->header.flags & kSolicited) == 0;
-      if (message == nullptr) {
+      const bool kept = message != nullptr && message->finished && message->failure.ok() &&
+                        out->owned_payload.size() == out->payload.size();
+      if (message == nullptr || kept) {
         switch (out->header.type) {
+          case SegmentType::kData:
           case SegmentType::kWanted:
           case SegmentType::kAnnounce:
           case SegmentType::kReject:
@@ -119,6 +127,7 @@ absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
           case SegmentType::kReads:
           case SegmentType::kInPlace:
           case SegmentType::kPulled:
+          case SegmentType::kMoreLanes:
             control_again.push_back({out->header, out->owned_payload});
             break;
           default:
@@ -226,6 +235,24 @@ void Peer::AskIfSilent(Instant now, absl::Duration silent) {
   suspected_ = suspect;
 }
 
+void Peer::CloseStalled(Instant now) {
+  std::vector<LaneId> stalled;
+  for (const auto& lane : lanes_) {
+    if (!lane->usable() || lane->in_flight.empty()) continue;
+    const Instant since = std::max(lane->acked_at, lane->in_flight.front()->posted_at);
+    if (Between(since, now) < std::max(kStalled, 8 * lane->rtt)) continue;
+    const bool others_go_on = std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& other) {
+      return other != lane && other->usable() && other->acked_at > since;
+    });
+    if (others_go_on) stalled.push_back(lane->id);
+  }
+  for (const LaneId id : stalled) {
+    host_->wire().Close(id);
+    OnLaneLost(id, absl::UnavailableError("nothing gets through on it"));
+    if (state_ == State::kLost) return;
+  }
+}
+
 void Peer::Tick(Instant now, absl::Duration late, bool announce) {
   if (is_self_ || state_ == State::kLost || leaving_) return;
   const EngineOptions& options = host_->options();
@@ -252,6 +279,9 @@ void Peer::Tick(Instant now, absl::Duration late, bool announce) {
     return;
   }
   AskIfSilent(now, silent);
+  CloseStalled(now);
+  if (state_ == State::kLost) return;
+  DialMore(now);
   std::vector<LaneId> dead;
   std::vector<Lane*> ready;
   for (const auto& lane : lanes_) {

@@ -6,16 +6,29 @@
 namespace geomesh::transport {
 namespace {
 
-constexpr uint64_t kMinPeerWindowBytes = 4 * kMaxSegmentPayloadBytes;
-constexpr uint64_t kMaxWindowBytes = 64u << 20;
-constexpr uint64_t kSmallExtraBytes = 1u << 20;
-constexpr double kUnknownBytesPerSecond = 1e8;
+// So many messages whose lanes are full are passed over at most: a bound on the work of one Take.
+constexpr int kMaxPassed = 64;
 
 }  // namespace
 
-Level Outbox::LevelOf(const OutMessage& message) {
-  if (message.bytes.size() <= kPinBytes) return Level::kSmall;
-  return message.bytes_left() <= kNearBytes ? Level::kNearlyComplete : Level::kBulk;
+Level Outbox::LevelOf(const OutMessage& message) const {
+  if (policy_ != SchedulePolicy::kStorm) return Level::kMore;
+  if (message.small()) return Level::kSmall;
+  int level = static_cast<int>(Level::kLeft1M);
+  for (uint64_t most = 1 << 20; message.bytes_left() > most; most *= 8) ++level;
+  return static_cast<Level>(std::min(level, static_cast<int>(Level::kMore)));
+}
+
+Outbox::Rank Outbox::RankOf(OutMessage* message) const {
+  switch (policy_) {
+    case SchedulePolicy::kStorm:
+      return {message->urgency, !message->solicited, message->order, message};
+    case SchedulePolicy::kFifo:
+      return {0, false, message->order, message};
+    case SchedulePolicy::kFair:
+      break;
+  }
+  return {0, false, message->turn, message};
 }
 
 uint64_t Outbox::NextSize(const OutMessage& message) {
@@ -26,61 +39,84 @@ uint64_t Outbox::NextSize(const OutMessage& message) {
 bool Outbox::HasCredit(const OutMessage& message) const {
   if (message.solicited || !message.again.empty()) return true;
   // Bulk leaves an eighth to the others.
-  const uint64_t bound = message.bytes.size() <= kPinBytes ? bound_bytes_ : bound_bytes_ / 8 * 7;
+  const uint64_t bound = message.small() ? bound_bytes_ : bound_bytes_ / 8 * 7;
   return charged_ - released_ + NextSize(message) + kSegmentChargeBytes <= bound;
 }
 
 void Outbox::Enqueue(OutMessage* message) {
-  ready_[static_cast<int>(LevelOf(*message))].insert(PlaceOf(message));
+  ready_[static_cast<int>(LevelOf(*message))].insert(RankOf(message));
+  waiting_.emplace(message->waits_since, message);
 }
 
 void Outbox::Dequeue(OutMessage* message) {
-  for (auto& level : ready_) level.erase(PlaceOf(message));
-  BlockedOf(*message).erase(PlaceOf(message));
+  const Rank rank = RankOf(message);
+  for (Queue& level : ready_) level.erase(rank);
+  waiting_.erase({message->waits_since, message});
+  BlockedOf(*message).erase(rank);
 }
 
-absl::btree_set<Outbox::Place>& Outbox::BlockedOf(const OutMessage& message) {
-  return message.bytes.size() <= kPinBytes ? blocked_small_ : blocked_;
+void Outbox::Block(OutMessage* message) {
+  Dequeue(message);
+  BlockedOf(*message).insert(RankOf(message));
+  unannounced_.push_back(message->envelope.key);
 }
 
 void Outbox::Unblock(OutMessage* message) {
-  if (BlockedOf(*message).erase(PlaceOf(message)) > 0) Enqueue(message);
+  if (BlockedOf(*message).erase(RankOf(message)) > 0) Enqueue(message);
 }
 
-bool Outbox::Add(OutMessagePtr message) {
+bool Outbox::Add(OutMessagePtr message, Instant now) {
   const auto [it, inserted] = messages_.try_emplace(message->envelope.key, message);
   if (!inserted) return false;
-  message->order = next_order_++;
+  message->order = message->turn = next_order_++;
+  message->waits_since = now;
   Enqueue(message.get());
   return true;
 }
 
-int Outbox::NextLevel() {
+std::optional<Outbox::Segment> Outbox::Take(Instant now, Place place) {
+  while (policy_ == SchedulePolicy::kStorm && !waiting_.empty()) {
+    const auto [since, message] = *waiting_.begin();
+    if (Between(since, now) < kMaxWait) break;
+    if (!HasCredit(*message)) {
+      Block(message);
+      continue;
+    }
+    if (const int lane = place(*message, Level::kOverdue); lane >= 0) {
+      return Take(message, lane, now);
+    }
+    break;
+  }
+  int passed = 0;
   for (int level = 0; level < kLevels; ++level) {
-    auto& ready = ready_[level];
-    while (!ready.empty()) {
-      OutMessage* message = ready.begin()->message;
-      if (HasCredit(*message)) return level;
-      BlockedOf(*message).insert(PlaceOf(message));
-      ready.erase(ready.begin());
-      unannounced_.push_back(message->envelope.key);
+    Queue& ready = ready_[level];
+    for (auto it = ready.begin(); it != ready.end();) {
+      OutMessage* message = it->message;
+      if (!HasCredit(*message)) {
+        const Rank rank = *it;
+        Block(message);
+        it = ready.upper_bound(rank);
+        continue;
+      }
+      const int lane = place(*message, static_cast<Level>(level));
+      if (lane >= 0) return Take(message, lane, now);
+      if (lane == kNoLane || ++passed == kMaxPassed) return std::nullopt;
+      ++it;
     }
   }
-  return kLevels;
+  return std::nullopt;
 }
 
-Outbox::Segment Outbox::Take() {
-  const int level = NextLevel();
-  OutMessage* message = ready_[level].begin()->message;
-  ready_[level].erase(ready_[level].begin());
-
+Outbox::Segment Outbox::Take(OutMessage* message, int lane, Instant now) {
+  Dequeue(message);
   Segment segment;
   segment.message = messages_.at(message->envelope.key);
   segment.size = NextSize(*message);
+  segment.lane = lane;
+  segment.waited_since = message->waits_since;
   if (!message->again.empty()) {
     segment.offset = message->again.back().offset;
     segment.solicited = message->again.back().solicited;
-    segment.again = true;
     message->again.pop_back();
   } else {
     segment.offset = message->next_offset;
@@ -89,6 +125,8 @@ Outbox::Segment Outbox::Take() {
     message->first_handed_out = true;
     if (!segment.solicited) charged_ += segment.size + kSegmentChargeBytes;
   }
+  message->turn = next_order_++;
+  message->waits_since = now;
   if (!message->all_handed_out()) Enqueue(message);
   return segment;
 }
@@ -122,20 +160,23 @@ bool Outbox::OnReleased(uint64_t released) {
 void Outbox::OnWanted(const MessageKey& key) {
   const auto it = messages_.find(key);
   if (it == messages_.end()) return;  // it is on its way, or not sent yet: then it announces itself
-  it->second->solicited = true;
-  Unblock(it->second.get());
+  OutMessage* message = it->second.get();
+  const bool queued = !message->all_handed_out();
+  Dequeue(message);
+  message->solicited = true;
+  if (queued) Enqueue(message);
 }
 
 std::vector<MessageKey> Outbox::TakeAnnouncements(bool all) {
   std::vector<MessageKey> keys;
   if (all) {
     for (const auto* blocked : {&blocked_small_, &blocked_}) {
-      for (const Place& place : *blocked) keys.push_back(place.message->envelope.key);
+      for (const Rank& rank : *blocked) keys.push_back(rank.message->envelope.key);
     }
   } else {
     for (const MessageKey& key : unannounced_) {
       const auto it = messages_.find(key);
-      if (it != messages_.end() && BlockedOf(*it->second).contains(PlaceOf(it->second.get()))) {
+      if (it != messages_.end() && BlockedOf(*it->second).contains(RankOf(it->second.get()))) {
         keys.push_back(key);
       }
     }
@@ -163,32 +204,6 @@ std::vector<OutMessagePtr> Outbox::Messages() const {
   std::sort(all.begin(), all.end(),
             [](const OutMessagePtr& a, const OutMessagePtr& b) { return a->order < b->order; });
   return all;
-}
-
-int PickLane(absl::Span<const LaneView> lanes, Level level) {
-  int best = -1;
-  double best_cost = 0;
-  for (size_t i = 0; i < lanes.size(); ++i) {
-    const LaneView& lane = lanes[i];
-    const uint64_t extra = level == Level::kSmall ? kSmallExtraBytes : 0;
-    if (lane.in_flight_bytes >= lane.window_bytes + extra) continue;
-    const double rate = lane.bytes_per_s > 0 ? lane.bytes_per_s : kUnknownBytesPerSecond;
-    const double cost = static_cast<double>(lane.in_flight_bytes) / rate +
-                        (level == Level::kSmall ? lane.rtt_s / 2 : 0);
-    if (best < 0 || cost < best_cost) {
-      best = static_cast<int>(i);
-      best_cost = cost;
-    }
-  }
-  return best;
-}
-
-uint64_t WindowBytes(double bytes_per_s, double min_rtt_s, int lanes) {
-  const uint64_t least =
-      std::max<uint64_t>(kMinPeerWindowBytes / std::max(lanes, 1), kMaxSegmentPayloadBytes);
-  const double window = 2 * bytes_per_s * min_rtt_s;
-  if (window >= static_cast<double>(kMaxWindowBytes)) return kMaxWindowBytes;
-  return std::max(static_cast<uint64_t>(window), least);
 }
 
 }  // namespace geomesh::transport

@@ -1,34 +1,51 @@
-// One peer's sending side: which segment goes next, and on which lane. Pure decisions: knows
-// messages, sizes and credit, and neither the wire nor time, so that it can be tested and simulated
-// alone.
+// One peer's sending side: which segment goes next (STORM). Pure decisions: knows messages, sizes
+// and credit, is told the time, and knows neither wire nor lanes, so that it can be tested and
+// simulated alone.
+//
+// STORM's idea: short jobs first makes the mean completion small, and the sender knows all that it
+// takes: each message's size and what is left of it. A few levels are enough. A message moves up
+// as it progresses, is preempted between segments only, and what has waited for long goes first
+// once, so that nothing starves. FIFO and fair sharing stay, to compare.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "transport/engine.h"
+#include "transport/loop.h"
 #include "transport/segment.h"
 
 namespace geomesh::transport {
 
-// Lower goes first. Control segments precede all of these.
+// Lower goes first. Control segments precede all of these. Under kFifo and kFair all messages are
+// at the last one.
 enum class Level : uint8_t {
-  kSmall = 0,           // at most kPinBytes in all
-  kNearlyComplete = 1,  // at most kNearBytes are left
-  kBulk = 2,
+  kOverdue = 0,  // has waited kMaxWait for its next segment
+  kSmall = 1,    // at most kSmallBytes in all
+  // The others, by what is left of them. Finer levels make the mean smaller still and the largest
+  // messages wait longer (benchmarks/transport_sim).
+  kLeft1M = 2,
+  kLeft8M = 3,
+  kLeft64M = 4,
+  kMore = 5,
 };
-inline constexpr int kLevels = 3;
+inline constexpr int kLevels = 6;
 
-// A message up to this size stays on one lane, chosen as the quickest; larger ones are spread.
-inline constexpr size_t kPinBytes = 64 * 1024;
-inline constexpr size_t kNearBytes = 4 * kMaxSegmentPayloadBytes;
+inline constexpr size_t kSmallBytes = 64 * 1024;
+
+// A message for which there is credit and a lane waits no longer than this for its next segment, or
+// than one segment of each message that has waited as long takes.
+inline constexpr absl::Duration kMaxWait = absl::Seconds(1);
 
 // A message on its way out. `bytes` must not be touched once `finished`.
 struct OutMessage {
@@ -38,6 +55,9 @@ struct OutMessage {
   int urgency = 0;
 
   uint64_t order = 0;        // of Send calls to this peer
+  uint64_t turn = 0;         // the same under kFair, but renewed by each segment
+  Instant waits_since;       // for its next segment
+  uint32_t lane = 0;         // where it is pinned to one: its name
   uint64_t next_offset = 0;  // first byte never handed out
   bool first_handed_out = false;
   struct Piece {
@@ -45,13 +65,14 @@ struct OutMessage {
     bool solicited = false;
   };
   std::vector<Piece> again;  // of lost lanes, not delivered
-  bool solicited = false;    // the receiver asked for it: needs no credit
+  bool solicited = false;    // the receiver waits for it: needs no credit
   int unposted = 0;          // segments the wire still holds
   int in_doubt = 0;          // segments on lost lanes: the peer has not yet said if they came
   absl::Status failure;      // ends it early: nothing more of it is sent
   absl::Status reject;       // the receiver has no use for it; it is sent to its end all the same
   bool finished = false;     // done was called, or is about to be
 
+  bool small() const { return bytes.size() <= kSmallBytes; }
   bool all_handed_out() const {
     return first_handed_out && next_offset >= bytes.size() && again.empty();
   }
@@ -63,6 +84,10 @@ struct OutMessage {
 
 using OutMessagePtr = std::shared_ptr<OutMessage>;
 
+// What an Outbox's user answers when asked for a lane (otherwise: its index, from 0).
+inline constexpr int kNoLane = -1;       // there is none for this message, nor for any after it
+inline constexpr int kItsLaneFull = -2;  // it is pinned to one; others may have better luck
+
 class Outbox {
  public:
   struct Segment {
@@ -70,20 +95,22 @@ class Outbox {
     uint64_t offset = 0;
     uint64_t size = 0;
     bool solicited = false;  // false: counts against the credit
-    bool again = false;      // was on a lost lane, has been counted before
+    int lane = 0;            // what `place` said
+    Instant waited_since;
   };
+  using Place = absl::FunctionRef<int(OutMessage& message, Level level)>;
+
+  explicit Outbox(SchedulePolicy policy = SchedulePolicy::kStorm) : policy_(policy) {}
 
   // What the receiver stores at most before its receives are posted.
   void SetBound(uint64_t bound_bytes) { bound_bytes_ = bound_bytes; }
 
   // False if a message with this key is on its way already.
-  bool Add(OutMessagePtr message);
+  bool Add(OutMessagePtr message, Instant now);
 
-  // Level of the next segment that may go now, or kLevels if there is none. Messages for which
-  // there is no credit are set aside.
-  int NextLevel();
-  // Takes that segment. Only after NextLevel said there is one.
-  Segment Take();
+  // Takes the next segment that may go and for which `place` has a lane. Messages for which there
+  // is no credit are set aside.
+  std::optional<Segment> Take(Instant now, Place place);
 
   // Puts a segment of a lost lane back.
   void PutBack(const OutMessagePtr& message, OutMessage::Piece piece);
@@ -104,53 +131,48 @@ class Outbox {
   std::vector<OutMessagePtr> Messages() const;
 
   size_t size() const { return messages_.size(); }
+  bool has_ready() const { return !waiting_.empty(); }
   bool waits_for_credit() const { return !blocked_.empty() || !blocked_small_.empty(); }
 
  private:
-  struct Place {
+  // Among the messages of a level: the caller's hint, then whom the receiver waits for, then age.
+  struct Rank {
     int urgency;
+    bool unwanted;
     uint64_t order;
     OutMessage* message;
-    bool operator<(const Place& other) const {
-      return std::tie(urgency, order) < std::tie(other.urgency, other.order);
+    bool operator<(const Rank& other) const {
+      return std::tie(urgency, unwanted, order) <
+             std::tie(other.urgency, other.unwanted, other.order);
     }
   };
-  static Level LevelOf(const OutMessage& message);
-  static Place PlaceOf(OutMessage* message) { return {message->urgency, message->order, message}; }
+  using Queue = absl::btree_set<Rank>;
+
+  Level LevelOf(const OutMessage& message) const;
+  Rank RankOf(OutMessage* message) const;
   // The size of the segment that would go next.
   static uint64_t NextSize(const OutMessage& message);
   bool HasCredit(const OutMessage& message) const;
   void Enqueue(OutMessage* message);
   void Dequeue(OutMessage* message);
-  absl::btree_set<Place>& BlockedOf(const OutMessage& message);
+  Queue& BlockedOf(const OutMessage& message) {
+    return message.small() ? blocked_small_ : blocked_;
+  }
+  void Block(OutMessage* message);
   void Unblock(OutMessage* message);
+  Segment Take(OutMessage* message, int lane, Instant now);
 
+  const SchedulePolicy policy_;
   absl::flat_hash_map<MessageKey, OutMessagePtr> messages_;
-  absl::btree_set<Place> ready_[kLevels];
+  Queue ready_[kLevels];
+  absl::btree_set<std::pair<Instant, OutMessage*>> waiting_;  // the ready ones, by waits_since
   // Without credit. Small ones apart: some credit is theirs alone.
-  absl::btree_set<Place> blocked_small_, blocked_;
+  Queue blocked_small_, blocked_;
   std::vector<MessageKey> unannounced_;
   uint64_t next_order_ = 0;
   uint64_t bound_bytes_ = kMinUnexpectedBytes;
   uint64_t charged_ = 0;  // cumulative, as the receiver counts `released`
   uint64_t released_ = 0;
 };
-
-// What the balancer sees of a lane.
-struct LaneView {
-  uint64_t in_flight_bytes = 0;  // posted, not acknowledged
-  uint64_t window_bytes = 0;     // how much may be
-  double bytes_per_s = 0;        // 0: not known
-  double rtt_s = 0;              // 0: not known
-};
-
-// The lane for a segment of this level, or -1 if all that may be posted now is posted. Small ones
-// take the lane on which they arrive first, and may go a little over the window, so that they never
-// wait for bulk; the others take the lane with the least backlog in time.
-int PickLane(absl::Span<const LaneView> lanes, Level level);
-
-// How many bytes one of `lanes` lanes may have in flight: twice its bandwidth x delay, at least its
-// share of four segments.
-uint64_t WindowBytes(double bytes_per_s, double min_rtt_s, int lanes);
 
 }  // namespace geomesh::transport

@@ -78,7 +78,7 @@ absl::StatusOr<SegmentHeader> ParseHeader(absl::Span<const std::byte> bytes, siz
   }
   const uint8_t type = Load<uint8_t>(at + 4);
   if (type < static_cast<uint8_t>(SegmentType::kData) ||
-      type > static_cast<uint8_t>(SegmentType::kPulled)) {
+      type > static_cast<uint8_t>(SegmentType::kMoreLanes)) {
     return absl::InvalidArgumentError(absl::StrCat("segment of unknown type ", type));
   }
   SegmentHeader h;
@@ -139,6 +139,7 @@ absl::StatusOr<SegmentHeader> ParseHeader(absl::Span<const std::byte> bytes, siz
     case SegmentType::kLaneLost:
     case SegmentType::kWelcome:
     case SegmentType::kReads:
+    case SegmentType::kMoreLanes:
       if (payload_bytes != 0) {
         return absl::InvalidArgumentError(
             absl::StrCat("segment of type ", type, " with ", payload_bytes, " bytes of payload"));
@@ -185,6 +186,7 @@ std::string Hello::Serialize() const {
   writer.Integer(target.high);
   writer.Integer(target.low);
   writer.Integer(attempt);
+  writer.Integer(static_cast<uint8_t>(more));
   writer.Integer(unexpected_bytes);
   writer.Text(description, kMaxDescriptionBytes);
   writer.Integer(Checksum(writer.bytes()));
@@ -201,9 +203,11 @@ absl::StatusOr<Hello> Hello::Parse(absl::Span<const std::byte> bytes) {
   }
   if (hello.version != kProtocolVersion) return hello;
   uint64_t checksum = 0;
+  uint8_t more = 0;
   if (!reader.Integer(&hello.dialer.high) || !reader.Integer(&hello.dialer.low) ||
       !reader.Integer(&hello.target.high) || !reader.Integer(&hello.target.low) ||
-      !reader.Integer(&hello.attempt) || !reader.Integer(&hello.unexpected_bytes) ||
+      !reader.Integer(&hello.attempt) || !reader.Integer(&more) ||
+      !reader.Integer(&hello.unexpected_bytes) ||
       !reader.Text(&hello.description, kMaxDescriptionBytes) || !reader.Integer(&checksum) ||
       !reader.empty()) {
     return absl::InvalidArgumentError("hello of a wrong length");
@@ -211,6 +215,8 @@ absl::StatusOr<Hello> Hello::Parse(absl::Span<const std::byte> bytes) {
   if (checksum != Checksum(AsText(bytes.first(bytes.size() - 8)))) {
     return absl::InvalidArgumentError("hello with a wrong checksum");
   }
+  if (more > 1) return absl::InvalidArgumentError("hello with a flag that is neither 0 nor 1");
+  hello.more = more == 1;
   return hello;
 }
 

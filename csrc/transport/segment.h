@@ -17,7 +17,7 @@
 
 namespace geomesh::transport {
 
-inline constexpr uint16_t kProtocolVersion = 1;
+inline constexpr uint16_t kProtocolVersion = 2;
 inline constexpr size_t kSegmentHeaderBytes = 80;
 inline constexpr size_t kMaxKeysPerSegment = 4096;           // of kWanted and kAnnounce
 inline constexpr size_t kMaxTextBytes = 4096;                // of kReject, kClose and kRefused
@@ -29,20 +29,21 @@ inline constexpr int64_t kMinUnexpectedBytes = 1024 * 1024;  // below it, progre
 inline constexpr uint64_t kSegmentChargeBytes = 128;
 
 enum class SegmentType : uint8_t {
-  kData = 1,       // a piece of a message
-  kAck = 2,        // only the fields that every header has
-  kHeartbeat = 3,  // the same, sent because nothing else was
-  kWanted = 4,     // payload: keys with a receive posted; their rest may come without credit
-  kAnnounce = 5,   // payload: keys that wait for credit
-  kReject = 6,     // the receive of `key` failed; fingerprint: status code, payload: text
-  kClose = 7,      // channel closed; fingerprint: status code (0: in order), payload: text
-  kBye = 8,        // the process leaves; nothing follows on this lane
-  kLaneLost = 9,   // id: the lane's name, offset: last sequence received on it
-  kWelcome = 10,   // first segment of an accepted lane; total_bytes: unexpected bound
-  kRefused = 11,   // the hello was refused; payload: text
-  kReads = 12,     // its sender can read the receiver's memory
-  kInPlace = 13,   // a whole message, left where it is; payload: InPlace
-  kPulled = 14,    // payload: keys of kInPlace messages that were read
+  kData = 1,        // a piece of a message
+  kAck = 2,         // only the fields that every header has
+  kHeartbeat = 3,   // the same, sent because nothing else was
+  kWanted = 4,      // payload: keys with a receive posted; their rest may come without credit
+  kAnnounce = 5,    // payload: keys that wait for credit
+  kReject = 6,      // the receive of `key` failed; fingerprint: status code, payload: text
+  kClose = 7,       // channel closed; fingerprint: status code (0: in order), payload: text
+  kBye = 8,         // the process leaves; nothing follows on this lane
+  kLaneLost = 9,    // id: the lane's name, offset: last sequence received on it
+  kWelcome = 10,    // first segment of an accepted lane; total_bytes: unexpected bound
+  kRefused = 11,    // the hello was refused; payload: text
+  kReads = 12,      // its sender can read the receiver's memory
+  kInPlace = 13,    // a whole message, left where it is; payload: InPlace
+  kPulled = 14,     // payload: keys of kInPlace messages that were read
+  kMoreLanes = 15,  // id: how many lanes its sender, which did not dial, can make use of
 };
 
 // Set on kData: the receiver had said kWanted, the segment does not count against its bound.
@@ -91,6 +92,7 @@ struct Hello {
   ProcessUid dialer;
   ProcessUid target;
   uint32_t attempt = 0;  // of Dial between these two: names the lanes with their index
+  bool more = false;     // in addition to the lanes there are, not instead
   uint64_t unexpected_bytes = 0;
   std::string description;  // of the dialer, for errors
 

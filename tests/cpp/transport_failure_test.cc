@@ -57,6 +57,12 @@ class LogLines {
   std::vector<std::string> lines_;
 };
 
+bool Eventually(const std::function<bool()>& holds) {
+  const absl::Time limit = absl::Now() + kTestLimit;
+  while (!holds() && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(5));
+  return holds();
+}
+
 struct LostPeer {
   Notification over;
   PeerId peer{};
@@ -215,7 +221,12 @@ TEST(FailureTest, LostLaneIsMadeGoodByTheOthers) {
     EXPECT_EQ(b.Wait(), absl::OkStatus());
     EXPECT_TRUE(at_b.bytes() == from_a);
     EXPECT_TRUE(at_a.bytes() == from_b);
-    EXPECT_EQ(pair.a.Stats(pair.b).lanes, 1);
+    // And it is opened again.
+    for (Node* node : {&pair.a, &pair.b}) {
+      Node& other = node == &pair.a ? pair.b : pair.a;
+      EXPECT_TRUE(Eventually([&] { return node->Stats(other).lanes == 2; }));
+      EXPECT_EQ(node->Stats(other).lanes_lost, 1);
+    }
     Exchange(&pair, 4);
   }
 }
@@ -237,19 +248,90 @@ TEST(FailureTest, SilentLaneIsMadeGoodByTheOthers) {
   EXPECT_EQ(done.Wait(), absl::OkStatus());
 }
 
-// A send is done when the wire has taken it; if its lane then breaks before delivery, the peer is
-// given up rather than the message silently missing.
-TEST(FailureTest, MessageLostAfterItsSendWasDoneIsAnError) {
+// A lane that swallows what others deliver is taken out long before its peer would be given up.
+TEST(FailureTest, StalledLaneIsReplaced) {
+  FakeNetwork network({absl::Milliseconds(1), 8e6});
+  EngineOptions options;
+  options.lanes = 3;
+  options.dead_after = absl::Hours(1);
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  const std::vector<std::byte> bytes = RandomBytes(90 << 20, 1);
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, bytes.size());
+  Done done = pair.a.Send(pair.b, {kChannel, 2}, bytes);
+  network.BlackHole("a", "b", 1);
+  ASSERT_EQ(received.Wait(), absl::OkStatus());
+  EXPECT_TRUE(received.bytes() == bytes);
+  EXPECT_EQ(done.Wait(), absl::OkStatus());
+  EXPECT_TRUE(Eventually([&] { return pair.a.Stats(pair.b).lanes == 3; }));
+  EXPECT_EQ(pair.a.Stats(pair.b).lanes_lost, 1);
+}
+
+// A send is done when the wire has taken it, and its memory is the caller's again. If its lane then
+// breaks before delivery, the message still arrives, with the bytes it had; also when the second
+// lane breaks.
+TEST(FailureTest, MessageWhoseLaneBreaksAfterItsSendWasDoneArrives) {
   FakeNetwork network({absl::Milliseconds(300), 0});
   EngineOptions options;
   options.lanes = 2;
   Pair pair(&network, options);
   Exchange(&pair, 1);
-  const std::vector<std::byte> bytes = RandomBytes(8 * kSegment, 1);
+  const std::vector<std::byte> sent = RandomBytes(3 * kSegment + 5, 1), small = RandomBytes(9, 2);
+  std::vector<std::byte> bytes = sent, small_bytes = small;
+  Received received = pair.b.Recv(pair.a, {kChannel, 2}, bytes.size());
+  Received small_received = pair.b.Recv(pair.a, {kChannel, 3}, 9);
+  ASSERT_EQ(pair.a.Send(pair.b, {kChannel, 2}, bytes).Wait(), absl::OkStatus());
+  ASSERT_EQ(pair.a.Send(pair.b, {kChannel, 3}, small_bytes).Wait(), absl::OkStatus());
+  std::fill(bytes.begin(), bytes.end(), std::byte{0});
+  std::fill(small_bytes.begin(), small_bytes.end(), std::byte{0});
+  network.Cut("a", "b", 0);
+  ASSERT_TRUE(Eventually([&] { return pair.a.Stats(pair.b).lanes == 2; }));
+  network.Cut("a", "b", 1);
+  EXPECT_EQ(received.Wait(), absl::OkStatus());
+  EXPECT_TRUE(received.bytes() == sent);
+  EXPECT_EQ(small_received.Wait(), absl::OkStatus());
+  EXPECT_TRUE(small_received.bytes() == small);
+}
+
+// The last of them is another matter.
+TEST(FailureTest, MessageLostWithTheLastLaneIsAnError) {
+  FakeNetwork network({absl::Milliseconds(300), 0});
+  EngineOptions options;
+  options.lanes = 1;
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  const std::vector<std::byte> bytes = RandomBytes(8, 1);
   Received received = pair.b.Recv(pair.a, {kChannel, 2}, bytes.size());
   ASSERT_EQ(pair.a.Send(pair.b, {kChannel, 2}, bytes).Wait(), absl::OkStatus());
-  network.Cut("a", "b", 0);
+  network.Cut("a", "b");
   EXPECT_EQ(received.Wait().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(FailureTest, LanesAreAddedWhereTheyHelp) {
+  FakeNetwork network({absl::Milliseconds(5), 10e6});  // of each lane
+  for (const bool dialler_sends : {true, false}) {
+    Node one(&network, absl::StrCat("one", dialler_sends), 0);
+    Node two(&network, absl::StrCat("two", dialler_sends), 1);
+    one.Id(two);
+    two.Id(one);
+    const bool one_dials = one.engine->uid().high < two.engine->uid().high;
+    Node& from = one_dials == dialler_sends ? one : two;
+    Node& to = one_dials == dialler_sends ? two : one;
+    const std::vector<std::byte> bytes = RandomBytes(100 << 20, 1);
+    Received received = to.Recv(from, {kChannel, 2}, bytes.size());
+    Done done = from.Send(to, {kChannel, 2}, bytes);
+    ASSERT_EQ(received.Wait(), absl::OkStatus());
+    EXPECT_TRUE(received.bytes() == bytes);
+    EXPECT_EQ(done.Wait(), absl::OkStatus());
+    const PeerStats stats = from.Stats(to);
+    EXPECT_EQ(stats.lanes, 16);
+    EXPECT_EQ(stats.lane_stats.size(), 16);
+    uint64_t sent = 0;
+    for (const LaneStats& lane : stats.lane_stats) sent += lane.bytes_sent;
+    EXPECT_GT(sent, bytes.size());
+    EXPECT_EQ(stats.lanes_lost, 0);
+    EXPECT_GT(stats.queue_wait, absl::Seconds(1));
+  }
 }
 
 TEST(FailureTest, RefusedConnectionsAreTriedAgain) {

@@ -1,0 +1,54 @@
+#include "transport/lane_tuner.h"
+
+#include <algorithm>
+
+namespace geomesh::transport {
+namespace {
+
+// New lanes are in their slow start for some round trips: an epoch is longer than that.
+constexpr int kEpochRoundTrips = 3;
+constexpr absl::Duration kShortestEpoch = absl::Milliseconds(100);
+constexpr absl::Duration kLongestEpoch = absl::Seconds(2);
+// Twice the lanes are worth keeping on if they bring so much more.
+constexpr double kWorthwhile = 1.1;
+// Paths change: then it is tried again.
+constexpr absl::Duration kSettledFor = absl::Minutes(1);
+
+}  // namespace
+
+void LaneTuner::Begin(Instant now, uint64_t delivered_bytes) {
+  measuring_ = true;
+  begin_ = now;
+  bytes_at_begin_ = delivered_bytes;
+}
+
+int LaneTuner::Update(Instant now, uint64_t delivered_bytes, bool limited, absl::Duration rtt) {
+  if (!limited) {
+    measuring_ = false;
+    return lanes_;
+  }
+  if (!measuring_) {
+    Begin(now, delivered_bytes);
+    return lanes_;
+  }
+  const absl::Duration epoch = std::clamp(kEpochRoundTrips * rtt, kShortestEpoch, kLongestEpoch);
+  const absl::Duration passed = Between(begin_, now);
+  if (passed < epoch) return lanes_;
+  const double rate =
+      static_cast<double>(delivered_bytes - bytes_at_begin_) / absl::ToDoubleSeconds(passed);
+  Begin(now, delivered_bytes);
+  if (settled_ && Between(settled_at_, now) >= kSettledFor) settled_ = false, best_bytes_per_s_ = 0;
+  if (settled_ || lanes_ >= most_) return lanes_;
+  if (rate > kWorthwhile * best_bytes_per_s_) {
+    best_bytes_per_s_ = rate;
+    lanes_ = std::min(2 * lanes_, most_);
+  } else {
+    settled_ = true;
+    settled_at_ = now;
+  }
+  return lanes_;
+}
+
+void LaneTuner::AtLeast(int lanes) { lanes_ = std::clamp(lanes, lanes_, most_); }
+
+}  // namespace geomesh::transport
