@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import Store
@@ -9,6 +10,10 @@ from torch.distributed import Work as _Work
 
 def option_table() -> list[dict[str, str]]: ...
 def unknown_variables(names: Sequence[str]) -> list[str]: ...
+def built_for_torch() -> str: ...
+def choose_device(
+    interface: str | None = None, master: str = "", single_host: bool | None = None
+) -> dict[str, Any]: ...
 
 class TopologySpec:
     def __init__(

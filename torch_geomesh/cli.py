@@ -89,6 +89,18 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    from torch_geomesh import doctor
+
+    doctor.add_arguments(parser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from torch_geomesh import doctor
+
+    return doctor.run(arguments)
+
+
 def _emulate_arguments(parser: argparse.ArgumentParser) -> None:
     from torch_geomesh import emulate
 
@@ -127,6 +139,18 @@ def _options(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _probe_arguments(parser: argparse.ArgumentParser) -> None:
+    from torch_geomesh import probe
+
+    probe.add_arguments(parser)
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    from torch_geomesh import probe
+
+    return probe.run(arguments)
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", type=_path, metavar="FOLDER", help="of a run that has ended, such as demo-out"
@@ -160,8 +184,10 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 
 _COMMANDS = {
     "demo": (_demo_arguments, _demo, "train across four emulated regions, three ways (6 minutes)"),
+    "doctor": (_doctor_arguments, _doctor, "check this machine, or under torchrun the whole job"),
     "emulate": (_emulate_arguments, _emulate, "run a command in emulated regions"),
     "options": (_no_arguments, _options, "list the options and their GEOMESH_ variables"),
+    "probe": (_probe_arguments, _probe, "measure the ways between ranks, write a topology file"),
     "report": (_report_arguments, _report, "make one HTML file and a PNG from a run's folder"),
     "version": (_no_arguments, _version, "print the version"),
 }

@@ -4,6 +4,7 @@
 // may block let go of Python's lock.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <string>
@@ -16,6 +17,7 @@
 #include "group/work.h"
 #include "plan/program.h"
 #include "train/outer_step.h"
+#include "transport/wire/device.h"
 
 #if defined(GEOMESH_CUDA)
 #include "cuda/sign_cuda.h"
@@ -226,6 +228,30 @@ py::dict Features() {
   return features;
 }
 
+// The device that the engine would take; `single_host`: whether all ranks share this host.
+py::dict ChooseDevice(const std::optional<std::string>& interface, const std::string& master,
+                      std::optional<bool> single_host) {
+  transport::DeviceOptions options;
+  options.interface = interface;
+  options.master = master;
+  if (single_host.has_value()) {
+    options.scope =
+        *single_host ? transport::HostScope::kSingleHost : transport::HostScope::kSeveralHosts;
+  }
+  absl::StatusOr<transport::Device> device;
+  {
+    py::gil_scoped_release release;  // may look a name up
+    device = transport::ChooseDevice(options);
+  }
+  ThrowIfError(device.status());
+  py::dict chosen;
+  chosen["interface"] = device->interface;
+  chosen["address"] = device->address.AddressString();
+  chosen["loopback"] = device->address.is_loopback();
+  chosen["public"] = device->address.is_public();
+  return chosen;
+}
+
 std::shared_ptr<void> ReleaseLock() {
   if (!Py_IsInitialized() || !PyGILState_Check()) return nullptr;
   return std::make_shared<py::gil_scoped_release>();
@@ -346,6 +372,12 @@ PYBIND11_MODULE(_C, m) {
         return rows;
       });
 
+  m.def(
+      "built_for_torch", [] { return TORCH_VERSION; },
+      "The PyTorch that this module was compiled against.");
+  m.def("choose_device", &ChooseDevice, py::arg("interface") = py::none(), py::arg("master") = "",
+        py::arg("single_host") = py::none(),
+        "The interface and address that the engine would take; None for single_host: not known.");
   m.def("features", &Features,
         "The parts that a build may be without (\"cuda\"): \"ready\", or why not on this machine.");
   m.def("sign_encode", &SignEncode, py::arg("tensors"), py::arg("rotation_seed"),

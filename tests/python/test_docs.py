@@ -141,3 +141,38 @@ def test_signal_handlers_stay() -> None:
         "d.destroy_process_group()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_probing_page_commands_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "probing.md").read_text()
+    tool = tmp_path / "geomesh"
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom torch_geomesh.cli import main\nsys.exit(main())\n"
+    )
+    tool.chmod(0o755)
+    commands = re.findall(r"^torchrun (--standalone .*)$", page, re.M)
+    assert len(commands) == 2
+    shown = ""
+    for words in commands:
+        run = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *words.split()],
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        shown += run.stdout
+    for file in ("checks.json", "local.toml", "figures.json"):
+        assert (tmp_path / file).exists()
+    # The page's examples have the titles and checks of today.
+    doctor, probe = (block for block in page.split("```") if "\nok  " in block or "row to" in block)
+    checks = set(re.findall(r"^(?:ok|warning) +(\w+(?: \w+)?)  ", doctor, re.M))
+    # On one host the engine takes loopback, which strangers do not reach.
+    assert checks - {"privacy"} == set(
+        re.findall(r"^(?:ok|warning) +(\w+(?: \w+)?)  ", shown, re.M)
+    )
+    titles = re.findall(r"^.*(?:busy|alone|median).*$", probe, re.M)
+    assert len(titles) == 4
+    assert all(f"\n{title}\n" in shown for title in titles)
