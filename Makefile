@@ -12,7 +12,7 @@ DEBIAN := g++ cmake ninja-build pkg-config libabsl-dev libhwy-dev libssl-dev lib
 SOURCES := $(shell find csrc cuda -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpp test-python lint asan tsan clean
+.PHONY: help setup demo test test-cpp test-python lint asan tsan fuzz clean
 
 help: ## list the targets
 	@echo "torch_geomesh: targets of make"
@@ -75,6 +75,20 @@ asan tsan: build/.debian ## the C++ tests under AddressSanitizer or ThreadSaniti
 	@cmake -S . -B build/$@ -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DGEOMESH_SANITIZE=$(if $(filter asan,$@),address,thread) >/dev/null
 	@cmake --build build/$@ -j $(JOBS)
 	@TSAN_OPTIONS=suppressions=$(CURDIR)/tests/tsan.supp ctest --test-dir build/$@ --output-on-failure --no-tests=error
+
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS := header hello record address peer code
+CLANG ?= $(firstword $(foreach c,clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14,$(shell command -v $(c))))
+
+fuzz: build/.debian ## search for bytes that break what parses them (clang; FUZZ_SECONDS=60 each)
+	@[ -n "$(CLANG)" ] || { echo "make fuzz needs clang with libFuzzer: apt-get install clang, or make fuzz CLANG=/path/to/clang"; exit 1; }
+	@cmake -S . -B build/fuzz -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_COMPILER=$(CLANG) -DCMAKE_CXX_COMPILER=$(subst clang,clang++,$(CLANG)) \
+	  -DGEOMESH_BUILD_CUDA=OFF -DGEOMESH_SANITIZE=address -DGEOMESH_FUZZ=ON >/dev/null
+	@cmake --build build/fuzz -j $(JOBS) --target $(FUZZ_TARGETS:%=%_fuzz)
+	@cd build/fuzz && for t in $(FUZZ_TARGETS); do echo "$$t: $(FUZZ_SECONDS) s"; \
+	  GEOMESH_FUZZ_SEEDS=corpus/$$t tests/fuzz/$${t}_fuzz && \
+	  tests/fuzz/$${t}_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=8192 -timeout=10 -print_final_stats=1 -artifact_prefix=$$t- corpus/$$t >$$t.log 2>&1 \
+	    && grep -E "cov:" $$t.log | tail -1 || { tail -30 $$t.log; echo "the input is in build/fuzz/$$t-*"; exit 1; }; done
 
 clean: ## remove what was built; the virtual environment stays
 	@rm -rf build torch_geomesh/*.so torch_geomesh/bin
