@@ -12,7 +12,7 @@
 #include "absl/strings/strip.h"
 #include "base/log.h"
 #include "transport/wire/device.h"
-#include "transport/wire/ucx_sockets.h"
+#include "transport/wire/sockets.h"
 #include "ucx_testing.h"
 
 namespace geomesh::transport {

@@ -6,7 +6,7 @@
 #include <sys/prctl.h>
 
 #include "base/log.h"
-#include "transport/wire/ucx_sockets.h"
+#include "transport/wire/sockets.h"
 #include "ucx_testing.h"
 
 namespace geomesh::transport {

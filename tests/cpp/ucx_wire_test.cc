@@ -11,7 +11,7 @@
 #include "base/log.h"
 #include "transport/wire/ucx_address.h"
 #include "transport/wire/ucx_config.h"
-#include "transport/wire/ucx_sockets.h"
+#include "transport/wire/sockets.h"
 #include "ucx_testing.h"
 
 namespace geomesh::transport {

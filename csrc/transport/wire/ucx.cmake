@@ -15,17 +15,23 @@ target_include_directories(geomesh_ucx SYSTEM INTERFACE ${GEOMESH_UCX_INCLUDE})
 target_link_libraries(geomesh_ucx INTERFACE ${GEOMESH_LIBucp} ${GEOMESH_LIBucs})
 
 set(wire ${CMAKE_CURRENT_LIST_DIR})
-geomesh_library(geomesh_wire_ucx ${wire}/device.cc ${wire}/ucx.cc ${wire}/ucx_address.cc
-                ${wire}/ucx_config.cc ${wire}/ucx_connect.cc ${wire}/ucx_log.cc ${wire}/ucx_sockets.cc ${wire}/ucx_worker.cc
-                DEPS geomesh_base geomesh_ucx absl::flat_hash_set absl::function_ref ${CMAKE_DL_LIBS})
+geomesh_library(geomesh_wire_ucx ${wire}/ucx.cc ${wire}/ucx_address.cc ${wire}/ucx_config.cc
+                ${wire}/ucx_connect.cc ${wire}/ucx_log.cc ${wire}/ucx_worker.cc
+                DEPS geomesh_wire_sockets geomesh_ucx absl::flat_hash_set ${CMAKE_DL_LIBS})
+
+# The choice between wire/ucx and wire/tls.
+geomesh_library(geomesh_wire ${wire}/choose.cc DEPS geomesh_wire_ucx geomesh_wire_tls)
 
 set(tests ${PROJECT_SOURCE_DIR}/tests/cpp)
 foreach(name ucx_wire_test ucx_process_test ucx_device_test)
   geomesh_test(${name} ${tests}/${name}.cc DEPS geomesh_wire_ucx)
 endforeach()
+geomesh_test(wire_choice_test ${tests}/wire_choice_test.cc DEPS geomesh_wire)
 geomesh_test(ucx_engine_test ${tests}/ucx_engine_test.cc DEPS geomesh_transport geomesh_wire_ucx)
 
 if(GEOMESH_BUILD_TESTS)
-  add_executable(wire_ucx ${PROJECT_SOURCE_DIR}/benchmarks/wire_ucx.cc)
-  target_link_libraries(wire_ucx PRIVATE geomesh_wire_ucx)
+  add_executable(wires ${PROJECT_SOURCE_DIR}/benchmarks/wires.cc)
+  target_link_libraries(wires PRIVATE geomesh_wire_ucx geomesh_wire_tls)
+  add_executable(transport_peer ${PROJECT_SOURCE_DIR}/benchmarks/transport_peer.cc)
+  target_link_libraries(transport_peer PRIVATE geomesh_transport geomesh_wire)
 endif()

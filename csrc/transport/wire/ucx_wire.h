@@ -18,7 +18,7 @@
 #include "absl/time/time.h"
 #include "transport/wire/ucx.h"
 #include "transport/wire/ucx_address.h"
-#include "transport/wire/ucx_sockets.h"
+#include "transport/wire/sockets.h"
 #include "transport/wire/ucx_worker.h"
 
 namespace geomesh::transport {

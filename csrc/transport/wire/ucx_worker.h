@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "base/options.h"
 #include "transport/wire/device.h"
-#include "transport/wire/ucx_sockets.h"
+#include "transport/wire/sockets.h"
 
 namespace geomesh::transport {
 

@@ -70,6 +70,12 @@ class Wire {
   // Errors name the device, address or port range that did not work and those present.
   virtual absl::StatusOr<std::string> Listen(WireEvents* events) = 0;
 
+  // Whether an address that somebody gave as `peer`'s is one that Dial would take: what both sides
+  // of a connection ask, so that both learn of different keys. InvalidArgument says why not.
+  virtual absl::Status CheckAddress(absl::string_view address, absl::string_view peer) const {
+    return absl::OkStatus();
+  }
+
   // Opens `lanes` connections to the process behind `address`; `peer` names it in errors. Returns
   // the first of `lanes` consecutive ids at once; OnLaneUp or OnLaneLost follows for each. `hello`
   // (at most kMaxHelloBytes, copied) is what the other side's OnLaneAccepted sees. InvalidArgument

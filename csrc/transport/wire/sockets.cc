@@ -1,4 +1,4 @@
-#include "transport/wire/ucx_sockets.h"
+#include "transport/wire/sockets.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -174,7 +174,7 @@ void ForkGuard::Dialled(const IpEndpoint& remote) {
 
 void ForkGuard::Add(const SocketRef& socket) {
   std::lock_guard<std::mutex> lock(ForkGuards::Get().mutex);
-  // Sockets that UCX closed since: forgotten here, so that the list stays as short as the lanes.
+  // Sockets that were closed since: forgotten here, so that the list stays as short as the lanes.
   sockets_.erase(std::remove_if(sockets_.begin(), sockets_.end(),
                                 [](const SocketRef& s) { return !s.IsSame(); }),
                  sockets_.end());

@@ -1,8 +1,8 @@
-// The TCP sockets that UCX opens behind our back: finds them, marks them close-on-exec, and closes
-// them in forked children. UCX does none of this, and a child that holds a copy of a lane's socket
+// The process's TCP sockets: finds those that UCX opens behind our back, marks them close-on-exec,
+// and closes a wire's sockets in forked children. A child that holds a copy of a lane's socket
 // keeps the lane alive after its owner was killed: peers would not notice.
 //
-// Knows file descriptors and addresses, nothing of UCX calls; the fork handler makes none.
+// Knows file descriptors and addresses, and calls no wire's library; the fork handler neither.
 #pragma once
 
 #include <sys/types.h>
@@ -49,7 +49,7 @@ void SetCloseOnExec(int fd);
 // The number that the next descriptor opened by this thread will most likely get.
 int LikelyNextFd();
 
-// Ends the connection under UCX's feet, so that both sides see it at once.
+// Ends the connection under its owner's feet, so that both sides see it at once.
 void ShutDown(const SocketRef& socket);
 
 // Says which sockets a forked child must close, while it lives. One per wire.
