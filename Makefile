@@ -8,7 +8,7 @@ PYTHON ?= python3
 JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 DEBIAN := g++ cmake ninja-build pkg-config libabsl-dev libhwy-dev libssl-dev libgtest-dev libgmock-dev \
-          python3-dev python3-venv iproute2 iputils-ping iperf3
+          python3-dev python3-venv iproute2 iputils-ping iperf3 nftables openssl
 SOURCES := $(shell find csrc cuda -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml
 
 .DEFAULT_GOAL := help

@@ -23,7 +23,7 @@ using Getter = std::string (*)(const Options& options);
 struct Entry {
   OptionInfo info;
   Setter set;  // null: read elsewhere
-  Getter get;  // the value as text, for comparing and for errors; null where it has no name
+  Getter get = nullptr;  // the value as text, for comparing and for errors; null where it has no name
 };
 
 absl::Status SetInteger(int64_t& field, absl::string_view text, int64_t least, int64_t most) {
@@ -135,6 +135,53 @@ constexpr Entry kTable[] = {
       "Range of TCP ports to listen on, such as 23000-23100. Without one the system chooses."},
      [](Options& o, absl::string_view text) { return SetPorts(o.ports, text); },
      [](const Options& o) { return o.ports.ToString(); }},
+    {{"advertise", "GEOMESH_ADVERTISE", "text", "",
+      "Address or name, with a port or without (203.0.113.7:23000), that others dial instead of "
+      "the interface's own address: behind NAT or a port forward. With wire tls only."},
+     [](Options& o, absl::string_view text) {
+       o.advertise = std::string(text);
+       return absl::OkStatus();
+     },
+     [](const Options& o) { return o.advertise; }},
+    {{"wire", "GEOMESH_WIRE", "choice", "",
+      "ucx (private or tunnelled networks) or tls. Without one: tls where a key or certificate is "
+      "set, else ucx."},
+     [](Options& o, absl::string_view text) -> absl::Status {
+       if (!text.empty() && text != "ucx" && text != "tls") {
+         return absl::InvalidArgumentError("takes ucx or tls");
+       }
+       o.wire = std::string(text);
+       return absl::OkStatus();
+     },
+     [](const Options& o) { return o.wire; }},
+    {{"psk_file", "GEOMESH_PSK_FILE", "text", "",
+      "File with the job's shared key (at least 32 bytes, base64 or hex; several for a change of "
+      "keys, one a line): everything between ranks goes through TLS 1.3. The same on all ranks."},
+     [](Options& o, absl::string_view text) {
+       o.psk_file = std::string(text);
+       return absl::OkStatus();
+     },
+     [](const Options& o) { return o.psk_file; }},
+    {{"tls_cert", "GEOMESH_TLS_CERT", "text", "",
+      "This rank's certificate (PEM), instead of a shared key; with tls_key and tls_ca."},
+     [](Options& o, absl::string_view text) {
+       o.tls_cert = std::string(text);
+       return absl::OkStatus();
+     },
+     [](const Options& o) { return o.tls_cert; }},
+    {{"tls_key", "GEOMESH_TLS_KEY", "text", "",
+      "The certificate's private key (PEM, readable by its owner only)."},
+     [](Options& o, absl::string_view text) {
+       o.tls_key = std::string(text);
+       return absl::OkStatus();
+     },
+     [](const Options& o) { return o.tls_key; }},
+    {{"tls_ca", "GEOMESH_TLS_CA", "text", "", "The CA (PEM) that issued all ranks' certificates."},
+     [](Options& o, absl::string_view text) {
+       o.tls_ca = std::string(text);
+       return absl::OkStatus();
+     },
+     [](const Options& o) { return o.tls_ca; }},
     {{"lanes", "GEOMESH_LANES", "integer", "0",
       "Connections to each peer. 0: one inside a host; between hosts two, and more while "
       "throughput "
@@ -183,6 +230,14 @@ constexpr Entry kTable[] = {
        return SetDuration(o.linger, text, absl::ZeroDuration());
      },
      [](const Options& o) { return absl::FormatDuration(o.linger); }},
+    {{"record_folder", "GEOMESH_RECORD_FOLDER", "text", "",
+      "Where a failure leaves a file with the engine's last events, which its error names. Without "
+      "one: the system's folder for temporary files; off: nowhere."},
+     [](Options& o, absl::string_view text) {
+       o.record_folder = std::string(text);
+       return absl::OkStatus();
+     },
+     [](const Options& o) { return o.record_folder; }},
     {{"", "GEOMESH_LOG_LEVEL", "choice", "warning", "error, warning, info or debug."},
      &CheckLogLevel,
      nullptr},

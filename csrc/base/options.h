@@ -28,6 +28,10 @@ struct Options {
   std::string topology;
   std::string interface;
   PortRange ports;
+  std::string advertise;
+  std::string wire;  // "ucx", "tls" or empty: by the keys
+  std::string psk_file;
+  std::string tls_cert, tls_key, tls_ca;
   int64_t lanes = 0;
   std::string scheduler = "storm";
   std::string balancer = "rate";
@@ -36,6 +40,7 @@ struct Options {
   absl::Duration suspect_after = absl::Seconds(3);
   absl::Duration dead_after = absl::Seconds(20);
   absl::Duration linger = absl::Seconds(10);
+  std::string record_folder;
 
   // Every variable of the table that is set in the environment, over the defaults.
   // InvalidArgument names the variable, its value and what it takes.

@@ -264,6 +264,10 @@ PYBIND11_MODULE(_C, m) {
       "The engine of torch_geomesh. Use the Python package's names; this module's may change.";
   group::SetInterruptCheck(&CheckSignals);
   group::SetUnlock(&ReleaseLock);
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    const py::gil_scoped_release unlocked;
+    group::EndPython();
+  }));
 
   m.def("option_table", &OptionDicts, "The table of options as a list of dicts.");
   m.def(

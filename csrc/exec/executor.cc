@@ -386,9 +386,11 @@ void Executor::State::OnDeadline(uint64_t number) {
   const auto it = operations.find(number);
   if (it == operations.end()) return;
   it->second.has_timer = false;
+  const std::string record = failed ? "" : engine->WriteRecord();
   Fail(absl::DeadlineExceededError(
-           absl::StrFormat("not done within its timeout of %.1f s",
-                           absl::ToDoubleSeconds(absl::Now() - it->second.begin))),
+           absl::StrFormat("not done within its timeout of %.1f s%s",
+                           absl::ToDoubleSeconds(absl::Now() - it->second.begin),
+                           record.empty() ? "" : absl::StrCat(" (last events: ", record, ")"))),
        it->second.operation.get());
 }
 

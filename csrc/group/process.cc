@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <string>
 #include <utility>
@@ -11,7 +12,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
-#include "transport/wire/ucx.h"
+#include "transport/wire/choose.h"
 
 namespace geomesh::group {
 namespace {
@@ -33,6 +34,13 @@ transport::HostScope Scope() {
 template <typename Enum>
 Enum ByName(absl::string_view name, const std::map<absl::string_view, Enum>& values) {
   return values.at(name);
+}
+
+std::string RecordFolder(const std::string& option) {
+  if (option == "off") return "";
+  if (!option.empty()) return option;
+  std::error_code none;
+  return std::filesystem::temp_directory_path(none).string();
 }
 
 // Of what the user asked for a further group, all that differs from what the engine runs with.
@@ -82,13 +90,11 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   }
 
   std::shared_ptr<Process> process(new Process(options));
-  transport::UcxWireOptions wire_options;
-  if (!options.interface.empty()) wire_options.device.interface = options.interface;
-  wire_options.device.master = Variable("MASTER_ADDR");
-  wire_options.device.scope = Scope();
-  wire_options.ports = options.ports;
+  transport::DeviceOptions device;
+  device.master = Variable("MASTER_ADDR");
+  device.scope = Scope();
   GM_ASSIGN_OR_RETURN(std::unique_ptr<transport::Wire> wire,
-                      transport::MakeUcxWire(std::move(wire_options)));
+                      transport::MakeWire(options, std::move(device)));
 
   transport::EngineOptions engine_options;
   engine_options.host = HostName();
@@ -106,6 +112,7 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   engine_options.unexpected_bytes = options.unexpected_bytes;
   engine_options.suspect_after = options.suspect_after;
   engine_options.dead_after = options.dead_after;
+  engine_options.record_folder = RecordFolder(options.record_folder);
   // All ranks listen when they have met: one that can't be reached for so long will not be.
   engine_options.connect_timeout =
       std::min(engine_options.connect_timeout, std::max(options.dead_after, absl::Seconds(5)));

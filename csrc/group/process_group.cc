@@ -135,13 +135,17 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
           result = absl::InternalError(absl::StrCat("copying a result back failed: ", e.what()));
         }
       }
-      ending->staging->Release();
-      ending->until_done.reset();
+      WhilePythonLives([&ending] {
+        ending->staging->Release();
+        ending->until_done.reset();
+      });
       ending->work->Complete(result, outcome);
       process->completions().LetOthersPass();  // callbacks are somebody else's code
       ending->work->CompleteFuture();
       if (result.ok()) RunCompletionHooks(*ending->work);
-      ending.reset();
+      if (!WhilePythonLives([&ending] { ending.reset(); })) {
+        new std::shared_ptr<Ending>(std::move(ending));
+      }
       // Under the lock until the end: shutdown() must not return, and this object not die, in
       // between.
       std::lock_guard<std::mutex> lock(mutex_);

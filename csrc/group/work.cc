@@ -1,6 +1,8 @@
 #include "group/work.h"
 
 #include <algorithm>
+#include <mutex>
+#include <shared_mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -27,6 +29,26 @@ void SetUnlock(std::shared_ptr<void> (*unlock)()) { unlock_python = unlock; }
 std::shared_ptr<void> Unlocked() {
   const auto unlock = unlock_python.load();
   return unlock == nullptr ? nullptr : unlock();
+}
+
+namespace {
+
+// Never destroyed: threads use them while the process ends.
+std::shared_mutex& python_mutex = *new std::shared_mutex;
+bool python_ended = false;  // guarded by python_mutex
+
+}  // namespace
+
+bool WhilePythonLives(absl::FunctionRef<void()> drop) {
+  std::shared_lock<std::shared_mutex> lock(python_mutex);
+  if (python_ended) return false;
+  drop();
+  return true;
+}
+
+void EndPython() {
+  std::lock_guard<std::shared_mutex> lock(python_mutex);
+  python_ended = true;
 }
 
 void Throw(const absl::Status& status) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "exec/executor.h"
@@ -31,6 +32,13 @@ inline constexpr std::chrono::milliseconds kInterruptPeriod{200};
 void SetUnlock(std::shared_ptr<void> (*unlock)());
 // For what waits where Python may have called: in destructors.
 std::shared_ptr<void> Unlocked();
+
+// Runs `drop`, which may let go of the last reference to a tensor that Python has made, on a thread
+// of our own. False, and nothing is run, once Python has ended: taking its lock would then end the
+// process. The caller leaks what it holds.
+bool WhilePythonLives(absl::FunctionRef<void()> drop);
+// Python is about to end. Returns when no such thing is under way; Python's lock is not held.
+void EndPython();
 
 // c10::DistBackendError with the status's text.
 std::exception_ptr ToException(const absl::Status& status);

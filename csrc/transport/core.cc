@@ -5,10 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <fstream>
 #include <future>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "base/identity.h"
 #include "base/log.h"
 #include "transport/bytes.h"
@@ -20,6 +23,7 @@ namespace {
 constexpr size_t kMaxStrangers = 1024;
 constexpr size_t kMaxClosedChannels = 4096;
 constexpr absl::Duration kAckDelay = absl::Milliseconds(2);
+constexpr absl::Duration kBetweenRecords = absl::Seconds(1);
 constexpr absl::Duration kRefusalLinger = absl::Seconds(1);
 constexpr absl::Duration kByeLinger = absl::Seconds(3);  // peers may be short of processor time
 constexpr absl::Duration kDrainCheck = absl::Milliseconds(2);
@@ -335,6 +339,24 @@ void Core::WhenDelivered(Instant deadline, absl::AnyInvocable<void(absl::Status)
                       WhenDelivered(deadline, std::move(done));
                     });
   }
+}
+
+std::string Core::WriteRecord() {
+  if (options_.record_folder.empty()) return "";
+  const std::string path = absl::StrCat(options_.record_folder, "/geomesh-", getpid(), ".events");
+  // Of failures that come together, the first one tells.
+  const Instant now = std::chrono::steady_clock::now();
+  if (Between(record_written_, now) < kBetweenRecords) return path;
+  record_written_ = now;
+  std::string text = absl::StrCat(
+      "# ", SelfDescription(), ", process ", getpid(), ", ", absl::FormatTime(absl::Now()), "\n",
+      recorder_.Text(now, [this](PeerId peer) { return FindPeer(peer)->Description(); }));
+  // The disk may be slow, and heartbeats must not wait for it.
+  std::thread([path, text = std::move(text)] {
+    std::ofstream(path + ".new", std::ios::binary | std::ios::trunc) << text;
+    std::rename((path + ".new").c_str(), path.c_str());
+  }).detach();
+  return path;
 }
 
 int64_t Core::unsent_bytes() const {

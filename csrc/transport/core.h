@@ -14,6 +14,7 @@
 #include "transport/engine.h"
 #include "transport/loop.h"
 #include "transport/peer.h"
+#include "transport/recorder.h"
 #include "transport/wire/wire.h"
 
 namespace geomesh::transport {
@@ -52,6 +53,7 @@ class Core : private WireEvents, public PeerHost {
   void CancelTimer(uint64_t timer) { loop_->CancelTimer(timer); }
   // Runs `work` once every peer has everything, or at the deadline with what is missing.
   void WhenDelivered(Instant deadline, absl::AnyInvocable<void(absl::Status) &&> done);
+  std::string WriteRecord() override;
   int64_t unsent_bytes() const;
   std::vector<PeerStats> Stats() const;
 
@@ -86,6 +88,7 @@ class Core : private WireEvents, public PeerHost {
   void RunAt(Instant when, EventLoop::Work work) override {
     loop_->AddTimer(when, std::move(work));
   }
+  void Record(const RecordedEvent& event) override { recorder_.Add(event); }
   void MarkDirty(Peer* peer) override;
   void AckSoon() override;
   void AddLane(LaneId lane, Peer* peer) override { lanes_[lane] = peer; }
@@ -131,6 +134,8 @@ class Core : private WireEvents, public PeerHost {
   absl::flat_hash_map<uint64_t, std::pair<PeerId, absl::Status>> closed_early_;
   std::deque<uint64_t> closed_early_order_;
 
+  Recorder recorder_;
+  Instant record_written_;
   std::vector<Peer*> dirty_;
   absl::flat_hash_set<Peer*> dirty_set_;
   bool ack_timer_armed_ = false;

@@ -109,6 +109,8 @@ uint64_t Engine::AddTimer(absl::Time when, absl::AnyInvocable<void() &&> work) {
 }
 
 void Engine::CancelTimer(uint64_t timer) { core_->CancelTimer(timer); }
+std::string Engine::WriteRecord() { return core_->WriteRecord(); }
+
 int64_t Engine::unsent_bytes() const { return core_->unsent_bytes(); }
 std::vector<PeerStats> Engine::Stats() const { return core_->Stats(); }
 

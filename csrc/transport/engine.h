@@ -103,6 +103,8 @@ struct EngineOptions {
   absl::Duration suspect_after = absl::Seconds(3);
   absl::Duration dead_after = absl::Seconds(20);  // silent that long: given up
   absl::Duration connect_timeout = absl::Seconds(30);
+  // Where the last events are written down at a failure. Empty: nowhere.
+  std::string record_folder;
 };
 
 struct SendOptions {
@@ -239,6 +241,11 @@ class Engine {
   // that ran is forgotten.
   uint64_t AddTimer(absl::Time when, absl::AnyInvocable<void() &&> work);
   void CancelTimer(uint64_t timer);
+
+  // Writes down the last events, in a file of this process that the next failure overwrites, and
+  // returns its path; empty where nothing is written. The loss of a peer does it by itself, and its
+  // reason names the file.
+  std::string WriteRecord();
 
   // Bytes not yet handed to the wire, over all peers or for one: what a graceful end waits for.
   int64_t unsent_bytes() const;

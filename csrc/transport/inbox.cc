@@ -71,6 +71,7 @@ absl::Status Inbox::Place(const MessageKey& key, Posted* posted, uint64_t offset
 }
 
 void Inbox::Finish(const MessageKey& key, absl::StatusOr<size_t> result) {
+  host_->Received(key, result);
   auto node = posted_.extract(key);
   host_->Defer([done = std::move(node.mapped().done), result = std::move(result)]() mutable {
     std::move(done)(std::move(result));

@@ -35,6 +35,8 @@ class Inbox {
                                      absl::Span<std::byte> into) = 0;
     // A message in place needs its sender's memory no longer.
     virtual void Pulled(const MessageKey& key) = 0;
+    // A receive has ended.
+    virtual void Received(const MessageKey& key, const absl::StatusOr<size_t>& bytes) = 0;
     virtual void RunAfter(absl::Duration time, absl::AnyInvocable<void() &&> work) = 0;
     virtual std::string Description() const = 0;
     virtual bool ChannelClosed(uint64_t channel) const = 0;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr absl::Duration kRateMemory = absl::Seconds(1);
 
-constexpr double kGrowingGain = 2, kSteadyGain = 1.25;
+constexpr double kGrowingGain = 4, kSteadyGain = 2;
 constexpr double kGrowth = 1.1;
 // Round trips at a full window without growth: then it is steady; a round of these is a probe.
 constexpr int kFlatRounds = 4, kProbeRound = 8;

@@ -62,9 +62,9 @@ struct Lane {
   bool bare_on_wire = false;  // one kAck or kHeartbeat at a time
   double bytes_per_s = 0;
   Instant rate_at;
-  // The window holds twice what the path does while the rate grows; then little more than that, so
-  // that nothing queues for long before what is urgent, and now and then the most again, to see
-  // whether there is more to be had.
+  // The window holds four times what the path does while the rate grows (TCP's slow start has to
+  // be kept busy), then twice, which covers what TCP sends again; and now and then the most once
+  // more, to see whether there is more to be had.
   double grown_to = 0;  // bytes_per_s when it last grew
   Instant round_at;     // a round trip began
   int rounds = 0, flat_rounds = 0;

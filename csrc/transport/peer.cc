@@ -77,6 +77,12 @@ std::string Peer::Description() const {
   return text;
 }
 
+void Peer::Record(RecordedEvent event) {
+  event.when = std::chrono::steady_clock::now();
+  event.peer = id_;
+  host_->Record(event);
+}
+
 // ---- what the engine's users call ----
 
 void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Engine::SendDone done,
@@ -86,6 +92,7 @@ void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Eng
   message->bytes = bytes;
   message->done = std::move(done);
   message->urgency = options.urgency;
+  Record({.what = RecordedEvent::What::kSend, .key = envelope.key, .bytes = bytes.size()});
   if (state_ == State::kLost) {
     FailMessage(message, lost_reason_);
     return;
@@ -115,6 +122,7 @@ void Peer::Send(const Envelope& envelope, absl::Span<const std::byte> bytes, Eng
 
 void Peer::Recv(const Envelope& envelope, absl::Span<std::byte> buffer, Engine::RecvDone done,
                 const RecvOptions& options) {
+  Record({.what = RecordedEvent::What::kRecv, .key = envelope.key, .bytes = buffer.size()});
   inbox_.Recv(envelope, buffer, std::move(done), options.standing);
   const auto it = std::find_if(self_waiting_.begin(), self_waiting_.end(),
                                [&](const auto& m) { return m->envelope.key == envelope.key; });
@@ -175,11 +183,38 @@ void Peer::CloseChannel(uint64_t channel, const absl::Status& reason) {
 void Peer::TellClosed(uint64_t channel, const absl::Status& reason) {
   if (is_self_ || state_ == State::kLost) return;
   FlushKeyLists();  // what was read in place is known before
+  if (reason.ok()) {
+    Closing closing{channel, {}};
+    for (const auto& lane : lanes_) closing.after[lane->name] = lane->sent_sequence;
+    closing_.push_back(std::move(closing));
+    SendDueCloses();
+    return;
+  }
   SegmentHeader header;
   header.type = SegmentType::kClose;
   header.key.channel = channel;
   header.fingerprint = static_cast<uint32_t>(reason.code());
   QueueControl(header, std::string(reason.message().substr(0, kMaxTextBytes)));
+}
+
+void Peer::SendDueCloses() {
+  while (!closing_.empty() && in_doubt_.empty()) {
+    const Closing& first = closing_.front();
+    for (const auto& lane : lanes_) {
+      const auto after = first.after.find(lane->name);
+      if (after == first.after.end()) continue;  // opened since
+      // Acknowledgements of acknowledgements are not waited for.
+      for (const Outgoing* out : lane->in_flight) {
+        if (out->header.sequence > after->second) break;
+        if (!IsBare(out->header.type)) return;
+      }
+    }
+    SegmentHeader header;
+    header.type = SegmentType::kClose;
+    header.key.channel = first.channel;
+    closing_.pop_front();
+    QueueControl(header);
+  }
 }
 
 // Whatever it sent in the channel has come: it waits for that before it leaves. What it took of
@@ -209,6 +244,10 @@ void Peer::MaybeFinish(const OutMessagePtr& message) {
   if (message->failure.ok() && (!message->all_handed_out() || message->in_doubt > 0)) return;
   message->finished = true;
   if (message->failure.ok()) KeepUnacknowledged(message.get());
+  Record({.what = RecordedEvent::What::kSent,
+          .code = message->failure.ok() ? message->reject.code() : message->failure.code(),
+          .key = message->envelope.key,
+          .bytes = message->bytes.size()});
   if (!is_self_) outbox_.Remove(message);
   Defer([message] {
     std::move(message->done)(message->failure.ok() ? message->reject : message->failure);
@@ -234,6 +273,13 @@ void Peer::KeepUnacknowledged(const OutMessage* message) {
 }
 
 // ---- Inbox::Host ----
+
+void Peer::Received(const MessageKey& key, const absl::StatusOr<size_t>& bytes) {
+  Record({.what = RecordedEvent::What::kReceived,
+          .code = bytes.status().code(),
+          .key = key,
+          .bytes = bytes.value_or(0)});
+}
 
 void Peer::Want(const MessageKey& key) {
   if (is_self_) return;
@@ -289,6 +335,10 @@ void Peer::EndLent(const MessageKey& key, const absl::Status& status) {
   leases_.TakeBack(lent.place);
   if (status.ok()) bytes_sent_ += lent.message->bytes.size();
   lent.message->finished = true;
+  Record({.what = RecordedEvent::What::kSent,
+          .code = status.code(),
+          .key = key,
+          .bytes = lent.message->bytes.size()});
   Defer([message = lent.message, status] { std::move(message->done)(status); });
 }
 
@@ -568,6 +618,9 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
         OnLeft(h.key.channel);
         return absl::OkStatus();
       }
+      Record({.what = RecordedEvent::What::kClosed,
+              .code = static_cast<absl::StatusCode>(std::min<uint32_t>(h.fingerprint, 16)),
+              .key = h.key});
       host_->OnPeerClosedChannel(
           this, h.key.channel,
           StatusFromWire(h.fingerprint, Join(Description(), absl::StrCat("closed the channel: ",
@@ -583,6 +636,7 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
         return absl::InvalidArgumentError("a welcome in the middle of a lane");
       }
       lane->state = Lane::State::kReady;
+      Record({.what = RecordedEvent::What::kLaneUp, .lane = lane->name});
       outbox_.SetBound(std::max<uint64_t>(h.total_bytes, kMinUnexpectedBytes));
       BecomeConnected();
       PostBare(lane, SegmentType::kHeartbeat);  // tells the other side that the lane works
@@ -616,6 +670,7 @@ absl::Status Peer::HandleAck(Lane* lane, const SegmentHeader& h) {
   if (newest == nullptr) return absl::OkStatus();
   lane->OnAck(*newest, absl::Microseconds(h.ack_delay_us), std::chrono::steady_clock::now());
   for (Outgoing* out : acked) Settle(out);
+  SendDueCloses();
   return absl::OkStatus();
 }
 
@@ -693,6 +748,7 @@ Peer::Undelivered Peer::undelivered() const {
     seen.insert(lent.message.get());
   }
   sum.messages = static_cast<int64_t>(seen.size());
+  sum.messages += static_cast<int64_t>(closing_.size());
   // The word that a channel is closed counts too: who fails and leaves before it is connected must
   // still be heard.
   for (const Control& control : control_) {

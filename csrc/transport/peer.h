@@ -19,6 +19,7 @@
 #include "transport/lane_tuner.h"
 #include "transport/local_memory.h"
 #include "transport/loop.h"
+#include "transport/recorder.h"
 #include "transport/scheduler.h"
 #include "transport/segment.h"
 
@@ -36,6 +37,8 @@ class PeerHost {
   virtual std::string SelfDescription() const = 0;
   virtual void Defer(absl::AnyInvocable<void() &&> work) = 0;
   virtual void RunAt(Instant when, absl::AnyInvocable<void() &&> work) = 0;
+  virtual void Record(const RecordedEvent& event) = 0;
+  virtual std::string WriteRecord() = 0;
   // Calls Pump before the engine sleeps.
   virtual void MarkDirty(Peer* peer) = 0;
   // Calls FlushAcks in a moment.
@@ -95,7 +98,7 @@ class Peer : private Inbox::Host {
   // Every heartbeat interval. `late`: the engine itself was stopped for that long before.
   void Tick(Instant now, absl::Duration late, bool announce);
   // Gives the peer up. `left`: it said goodbye.
-  void Lose(const absl::Status& reason, bool left = false);
+  void Lose(const absl::Status& why, bool left = false);
   // Ends everything pending and says bye; then delivered() tells when the peer knows.
   void Leave(const absl::Status& reason);
   void CloseLanes();
@@ -127,8 +130,11 @@ class Peer : private Inbox::Host {
     host_->RunAt(std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(time),
                  std::move(work));
   }
+  void Received(const MessageKey& key, const absl::StatusOr<size_t>& bytes) override;
   bool ChannelClosed(uint64_t channel) const override { return host_->ChannelClosed(channel); }
   void Unexpected(const MessageKey& key) override { host_->OnUnexpected(this, key); }
+
+  void Record(RecordedEvent event);
 
   void Dial(int lanes, bool more);
   // Lanes that are missing, or that were added to the number.
@@ -147,6 +153,7 @@ class Peer : private Inbox::Host {
   absl::Status HandleAck(Lane* lane, const SegmentHeader& header);
   absl::Status HandleLaneLost(const SegmentHeader& header);
   absl::Status ResolveLost(uint32_t name, uint64_t received);
+  void SendDueCloses();
   void HandleBye(Lane* lane);
   void OnLeft(uint64_t channel);
   void HandleReject(const SegmentHeader& header, absl::Span<const std::byte> payload);
@@ -210,6 +217,13 @@ class Peer : private Inbox::Host {
   Outbox outbox_;
   LanePicker picker_;
   std::deque<Control> control_;
+  // Channels closed in order, whose end is told once all that was sent before has arrived: by
+  // lane, the last segment of that.
+  struct Closing {
+    uint64_t channel = 0;
+    absl::flat_hash_map<uint32_t, uint64_t> after;
+  };
+  std::deque<Closing> closing_;
   std::vector<MessageKey> wanted_, pulled_;
   std::optional<LocalMemory> memory_;  // the peer's, where it can be read
   bool peer_reads_ = false;            // ours

@@ -28,7 +28,10 @@ void Peer::Connect() {
                                              "\": set the same on all ranks")));
     return;
   }
-  if (dials_) Dial(tuner_.lanes(), /*more=*/false);
+  if (dials_) return Dial(tuner_.lanes(), /*more=*/false);
+  if (auto status = host_->wire().CheckAddress(record_.address, Description()); !status.ok()) {
+    Lose(absl::UnavailableError(absl::StrCat("cannot be called by ", status.message())));
+  }
 }
 
 void Peer::Dial(int lanes, bool more) {
@@ -145,6 +148,7 @@ bool Peer::Accept(LaneId id, int index, const Hello& hello) {
 }
 
 void Peer::Welcome(Lane* lane) {
+  Record({.what = RecordedEvent::What::kLaneUp, .lane = lane->name});
   SegmentHeader header;
   header.type = SegmentType::kWelcome;
   header.total_bytes = static_cast<uint64_t>(host_->options().unexpected_bytes);
@@ -155,6 +159,7 @@ void Peer::Welcome(Lane* lane) {
 void Peer::BecomeConnected() {
   if (state_ != State::kConnecting) return;
   state_ = State::kConnected;
+  Record({.what = RecordedEvent::What::kConnected});
   OpenMemory();
   if (memory_.has_value()) {
     SegmentHeader header;

@@ -38,6 +38,7 @@ void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
   host_->ForgetLane(id);
   delivered_on_lost_lanes_ += lane->delivered_bytes;
   ++lanes_lost_;
+  Record({.what = RecordedEvent::What::kLaneLost, .code = reason.code(), .lane = lane->name});
 
   if (state_ == State::kLost) {
     for (Outgoing* out : lane->in_flight) Settle(out);
@@ -144,6 +145,7 @@ absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
     Settle(out);
   }
   control_.insert(control_.begin(), control_again.begin(), control_again.end());
+  SendDueCloses();
   host_->MarkDirty(this);
   if (data_gone) {
     Lose(absl::UnavailableError(
@@ -153,13 +155,20 @@ absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
   return absl::OkStatus();
 }
 
-void Peer::Lose(const absl::Status& reason, bool left) {
+void Peer::Lose(const absl::Status& why, bool left) {
   if (state_ == State::kLost) return;
   state_ = State::kLost;
+  Record({.what = RecordedEvent::What::kLost, .code = why.code()});
+  const std::string record = left || leaving_ ? "" : host_->WriteRecord();
+  const absl::Status reason =
+      record.empty()
+          ? why
+          : absl::Status(why.code(), absl::StrCat(why.message(), " (last events: ", record, ")"));
   lost_reason_ = reason;
   Log(left || leaving_ ? LogLevel::kInfo : LogLevel::kError, "transport", reason.message());
   inbox_.OnPeerLost(reason);
   control_.clear();
+  closing_.clear();
   wanted_.clear();
   pulled_.clear();
   // Who left in order has acknowledged what came; only the wire's word that it needs the memory no
@@ -224,6 +233,9 @@ void Peer::AskIfSilent(Instant now, absl::Duration silent) {
   // A tick before it is due, so that it is said in time.
   const bool suspect = silent >= options.suspect_after * 0.875 && asked_at_.has_value() &&
                        Between(*asked_at_, now) >= options.suspect_after / 2;
+  if (suspect != suspected_) {
+    Record({.what = suspect ? RecordedEvent::What::kSuspected : RecordedEvent::What::kHeardAgain});
+  }
   if (suspect && !suspected_) {
     Log(LogLevel::kWarning, "transport",
         absl::StrCat(Description(), " has been silent for ",

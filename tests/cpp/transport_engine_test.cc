@@ -386,6 +386,31 @@ TEST(EngineTest, AChannelLeftInOrderEndsWhatIsStillWantedOfThatPeer) {
   EXPECT_TRUE(again.WaitForNotificationWithTimeout(kTestLimit));
 }
 
+// The word that a channel is left overtakes nothing that was sent in it before, on whatever lane.
+TEST(EngineTest, WhatWasSentBeforeAChannelIsLeftArrives) {
+  FakeNetwork network;
+  EngineOptions options;
+  options.lanes = 2;
+  Pair pair(&network, options);
+  const PeerId b = pair.a.Id(pair.b);
+  const std::vector<std::byte> first = RandomBytes(8, 1), last = RandomBytes(900 << 10, 2);
+  Received marker = pair.b.Recv(pair.a, {kChannel + 1, 1}, 8);
+  pair.a.Send(pair.b, {kChannel + 1, 1}, first);
+  ASSERT_EQ(marker.Wait(), absl::OkStatus());
+  for (const int slow : {0, 1}) {  // its segments take much longer than the word would
+    const uint64_t channel = kChannel + 10 + slow;
+    network.SetLink("a", "b", slow, {absl::Milliseconds(300), 0});
+    network.SetLink("a", "b", 1 - slow, {});
+    Received received = pair.b.Recv(pair.a, {channel, 1}, last.size());
+    Received missing = pair.b.Recv(pair.a, {channel, 2}, 8);
+    ASSERT_EQ(pair.a.Send(pair.b, {channel, 1}, last).Wait(), absl::OkStatus());
+    pair.a.engine->Call([&] { pair.a.engine->CloseChannel(channel, absl::OkStatus(), {b}); });
+    EXPECT_EQ(received.Wait(), absl::OkStatus());
+    EXPECT_TRUE(received.bytes() == last);
+    EXPECT_EQ(missing.Wait().code(), absl::StatusCode::kUnavailable);
+  }
+}
+
 TEST(EngineTest, TimersRunInOrderAndCanBeCancelled) {
   FakeNetwork network;
   Node node(&network, "a", 0);

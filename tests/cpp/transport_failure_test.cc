@@ -2,6 +2,12 @@
 // an error that names the peer and the reason, and what can go on goes on.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <sstream>
 
 #include "absl/time/clock.h"
 #include "base/log.h"
@@ -173,6 +179,34 @@ TEST(FailureTest, PeerThatIsAskedAndAnswersIsNotSuspected) {
   const std::vector<std::byte> bytes = RandomBytes(8, 2);
   Done done = pair.a.Send(pair.b, {kChannel, 2}, bytes);
   EXPECT_EQ(received.Wait(), absl::OkStatus());
+}
+
+TEST(FailureTest, ALossLeavesTheLastEventsInAFileThatItsReasonNames) {
+  FakeNetwork network;
+  EngineOptions options;
+  options.record_folder = testing::TempDir();
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  Received received = pair.b.Recv(pair.a, {kChannel, 0x22}, 77);
+  network.Kill("a");
+  const absl::Status status = received.Wait();
+  const std::string path = absl::StrCat(testing::TempDir(), "/geomesh-", getpid(), ".events");
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("(last events: ", path, ")")));
+  std::string text;
+  ASSERT_TRUE(Eventually([&] {
+    std::stringstream read;
+    read << std::ifstream(path).rdbuf();
+    text = read.str();
+    return !text.empty();
+  }));
+  for (const char* event :
+       {"rank 0 on host host-a (region-a): connected\n",
+        "rank 0 on host host-a (region-a): lane up ", "rank 0 on host host-a (region-a): received ",
+        "/0000000000000022, 77 bytes\n", "rank 0 on host host-a (region-a): lane lost ",
+        "rank 0 on host host-a (region-a): lost, UNAVAILABLE\n"}) {
+    EXPECT_THAT(text, HasSubstr(event));
+  }
+  std::remove(path.c_str());
 }
 
 TEST(FailureTest, ShortPauseIsForgiven) {

@@ -30,6 +30,7 @@ _VARYING = [
     (r"\b[0-9a-f]{8}([0-9a-f]{8})?\b", "HEX"),
     (r"(process|range|message) \d+", r"\1 N"),
     (r"/\S+/(?=\w+\.(toml|py))", ""),
+    (r"/\S+\.events", "EVENTS"),
 ]
 
 
@@ -60,6 +61,7 @@ def as_written(text: str) -> str:
     text = re.sub(r"(\brank (\d)(?: on | \()host )[\w.-]+", host, text)
     text = re.sub(r"(interfaces present: ).*", r"\1lo (127.0.0.1), eth0 (10.0.0.4)", text)
     text = re.sub(r"/\S+/(?=\w+\.(toml|py))", "/job/", text)
+    text = re.sub(r"/\S+(/geomesh-\d+\.events)", r"/tmp\1", text)
     lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 

@@ -193,3 +193,16 @@ def group_limits() -> list[float]:
 def test_a_groups_own_and_changed_limits_are_kept() -> None:
     for ratio in run_ranks(2, group_limits)[0]:
         assert 0.98 < ratio < 1.2
+
+
+def test_python_may_end_while_works_end() -> None:
+    script = str(Path(__file__).parent / "scripts" / "ends_at_once.py")
+    for _ in range(4):
+        runs = [
+            subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True)
+            for _ in range(3)  # at the same time: who ends first is chance
+        ]
+        for run in runs:
+            _, errors = run.communicate(timeout=90)
+            assert run.returncode == 0, errors
+            assert errors == ""

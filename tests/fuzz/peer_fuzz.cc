@@ -102,6 +102,8 @@ class Host : public PeerHost {
   void RunAt(Instant, absl::AnyInvocable<void() &&> work) override {
     timers_.push_back(std::move(work));
   }
+  void Record(const RecordedEvent&) override {}
+  std::string WriteRecord() override { return ""; }
   void MarkDirty(Peer*) override { dirty_ = true; }
   void AckSoon() override { ack_soon_ = true; }
   void AddLane(LaneId, Peer*) override {}

@@ -89,6 +89,35 @@ def test_example_script_runs_under_torchrun() -> None:
     assert "geomesh E" not in run.stderr, run.stderr
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"GEOMESH_PSK_FILE": "geomesh.key"},
+        {
+            "GEOMESH_TLS_CERT": "rank.pem",
+            "GEOMESH_TLS_KEY": "rank.key",
+            "GEOMESH_TLS_CA": "ca.pem",
+        },
+    ],
+    ids=["key", "certificate"],
+)
+def test_keys_made_as_the_security_page_says_are_accepted(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    commands = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/security.md").read_text(), re.S)
+    assert len(commands) == 2
+    for command in commands:
+        subprocess.run(["sh", "-ec", command], cwd=tmp_path, check=True, capture_output=True)
+    code = (
+        "import torch, torch.distributed as dist, torch_geomesh\n"
+        "dist.init_process_group('geomesh', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "dist.destroy_process_group()\n"
+    )
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
