@@ -155,8 +155,11 @@ def gloo(places: Sequence[tuple[Popen, str]], seconds: float, size: int) -> floa
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             popen(
-                [sys.executable, str(HERE / "gloo_peer.py"), f"{folder}/store", str(rank)]
-                + ["eth0", str(seconds), str(size)],
+                [
+                    sys.executable,
+                    str(HERE / "gloo_peer.py"),
+                    *(f"{folder}/store", str(rank), "eth0", str(seconds), str(size)),
+                ],
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -203,7 +206,6 @@ def emulated(*links: Link) -> Iterator[list[tuple[Popen, str]]]:
         def starter(region: str) -> Popen:
             return lambda command, **options: wan.popen(region, command, **options)
 
-        emulated.wan = wan
         yield [(starter(region), wan.address(region)) for region in regions]
 
 
@@ -290,9 +292,8 @@ def row_pin(bench: Bench) -> None:
         for name in sides
     }
     for name, (mean, p99, bulk) in figures.items():
-        bench.note(
-            f"{name:<6} mean {1e3 * mean:.1f} ms, p99 {1e3 * p99:.1f} ms, bulk {bulk / 1e6:.1f} MB/s"
-        )
+        short = f"mean {1e3 * mean:.1f} ms, p99 {1e3 * p99:.1f} ms"
+        bench.note(f"{name:<6} {short}, bulk {bulk / 1e6:.1f} MB/s")
     mean, p99, bulk = figures["pin"]
     for other, name in (("robin", "round-robin"), ("spray", "rate-weighted")):
         theirs = figures[other]
