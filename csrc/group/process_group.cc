@@ -141,7 +141,7 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       });
       ending->work->Complete(result, outcome);
       process->completions().LetOthersPass();  // callbacks are somebody else's code
-      ending->work->CompleteFuture();
+      WhilePythonLives([&ending] { ending->work->CompleteFuture(); });
       if (result.ok()) RunCompletionHooks(*ending->work);
       if (!WhilePythonLives([&ending] { ending.reset(); })) {
         new std::shared_ptr<Ending>(std::move(ending));
@@ -213,11 +213,13 @@ namespace {
 
 // A user's hook must not end the completion thread, and the process with it.
 void RunHook(const char* which, const std::function<void()>& hook) {
-  try {
-    hook();
-  } catch (const std::exception& e) {
-    Log(LogLevel::kWarning, "group", absl::StrCat(which, " failed: ", e.what()));
-  }
+  WhilePythonLives([&] {
+    try {
+      hook();
+    } catch (const std::exception& e) {
+      Log(LogLevel::kWarning, "group", absl::StrCat(which, " failed: ", e.what()));
+    }
+  });
 }
 
 }  // namespace

@@ -34,20 +34,23 @@ std::shared_ptr<void> Unlocked() {
 namespace {
 
 // Never destroyed: threads use them while the process ends.
-std::shared_mutex& python_mutex = *new std::shared_mutex;
-bool python_ended = false;  // guarded by python_mutex
+std::shared_timed_mutex& python_mutex = *new std::shared_timed_mutex;
+std::atomic<bool> python_ended{false};
+
+// A hook or a callback that hangs must not hold up the end of the process.
+constexpr std::chrono::seconds kLongestDrop{2};
 
 }  // namespace
 
 bool WhilePythonLives(absl::FunctionRef<void()> drop) {
-  std::shared_lock<std::shared_mutex> lock(python_mutex);
+  std::shared_lock<std::shared_timed_mutex> lock(python_mutex);
   if (python_ended) return false;
   drop();
   return true;
 }
 
 void EndPython() {
-  std::lock_guard<std::shared_mutex> lock(python_mutex);
+  std::unique_lock<std::shared_timed_mutex> lock(python_mutex, kLongestDrop);
   python_ended = true;
 }
 

@@ -140,7 +140,7 @@ def run_ranks(sites: Sites, folder: Path, advertised: dict[str, str]) -> list[tu
             "GEOMESH_PSK_FILE": str(key),
             "GEOMESH_INTERFACE": "wan",
             "GEOMESH_PORTS": str(PORT),
-            "GEOMESH_DEAD_AFTER": "5s",
+            "GEOMESH_DEAD_AFTER": "15s",  # a handshake has 10 s, and then says why
             "MASTER_ADDR": "",
         }
         if site in advertised:
