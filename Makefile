@@ -62,7 +62,7 @@ test: test-cpp test-python ## run every test
 test-cpp: setup
 	@echo "C++ tests: building"
 	@cmake --build build -j $(JOBS) >build/cpp.log 2>&1 || { grep -E "error" -A3 build/cpp.log | head -30; echo "Building the C++ tests failed (build/cpp.log)."; exit 1; }
-	@ctest --test-dir build --output-on-failure --no-tests=error
+	@ctest --test-dir build -j $(JOBS) --output-on-failure --no-tests=error
 
 test-python: setup
 	@$(BIN)/python -m pytest -q -ra
