@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -48,7 +49,7 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   absl::Status Explain(const absl::Status& cause, const Operation& operation) const;
   int RankOf(transport::PeerId peer) const;
   std::vector<transport::PeerId> Others() const;
-  // From now on receives that do not know their message fail: not all of them will get one.
+  // From now on receives that do not know their message fail.
   void NoneComes(const absl::Status& reason);
   void FailUnmatched();
   // The services end with the group.
@@ -97,7 +98,7 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   bool scheduling = false;
   bool schedule_again = false;
   bool failed = false;
-  size_t left = 0;  // peers that have left the group in order
+  std::set<transport::PeerId> gone;  // that have left the group, or were lost
   absl::Status none_comes;
   std::shared_ptr<std::promise<void>> drained;
   absl::AnyInvocable<void() &&> on_failed;
@@ -109,14 +110,15 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
 void Executor::State::Open() {
   transport::Engine::ChannelEvents events;
   // A peer that is gone is noticed by the messages that are due from or to it. A receive from any
-  // rank has none yet.
-  events.on_peer_lost = [weak = weak_from_this()](transport::PeerId, const absl::Status& reason) {
-    if (const auto state = weak.lock()) state->NoneComes(reason);
-  };
-  events.on_peer_left = [weak = weak_from_this()](transport::PeerId, const absl::Status& reason) {
+  // rank has none yet; as long as one of the others is there, it may come.
+  const auto gone = [weak = weak_from_this()](transport::PeerId peer, const absl::Status& reason) {
     const auto state = weak.lock();
-    if (state != nullptr && ++state->left + 1 == state->peers.size()) state->NoneComes(reason);
+    if (state == nullptr) return;
+    state->gone.insert(peer);
+    if (state->gone.size() + 1 == state->peers.size()) state->NoneComes(reason);
   };
+  events.on_peer_lost = gone;
+  events.on_peer_left = gone;
   events.on_closed = [weak = weak_from_this()](transport::PeerId peer, const absl::Status& status) {
     const auto state = weak.lock();
     if (state == nullptr) return;

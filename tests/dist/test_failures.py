@@ -263,10 +263,15 @@ def test_nan_is_named_on_every_rank_before_it_is_sent() -> None:
 def some_leave() -> list[str]:
     rank = dist.get_rank()
     ones = torch.ones(8)
+
+    def keep_sending(group) -> None:
+        while True:
+            dist.send(ones, 2, group=group)
+
     calls = {
         "all_reduce": lambda group: dist.all_reduce(ones.clone(), group=group),
         "recv": lambda group: dist.recv(torch.empty(8), 2, group=group),
-        "send": lambda group: dist.send(ones, 2, group=group),
+        "send": keep_sending,  # what goes before it is known that rank 2 has left is lost on it
         "barrier": lambda group: dist.barrier(group),
     }
     # A deadline that the test does not live to see.
