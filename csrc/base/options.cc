@@ -23,7 +23,8 @@ using Getter = std::string (*)(const Options& options);
 struct Entry {
   OptionInfo info;
   Setter set;  // null: read elsewhere
-  Getter get = nullptr;  // the value as text, for comparing and for errors; null where it has no name
+  Getter get =
+      nullptr;  // the value as text, for comparing and for errors; null where it has no name
 };
 
 absl::Status SetInteger(int64_t& field, absl::string_view text, int64_t least, int64_t most) {
@@ -77,10 +78,23 @@ absl::Status SetDuration(absl::Duration& field, absl::string_view text, absl::Du
   return absl::OkStatus();
 }
 
+template <std::string Options::*field>
+absl::Status SetText(Options& options, absl::string_view text) {
+  options.*field = std::string(text);
+  return absl::OkStatus();
+}
+
+template <std::string Options::*field>
+std::string GetText(const Options& options) {
+  return options.*field;
+}
+
 absl::Status SetChoice(std::string& field, absl::string_view text,
                        std::initializer_list<absl::string_view> choices) {
   if (std::find(choices.begin(), choices.end(), text) == choices.end()) {
-    return absl::InvalidArgumentError(absl::StrCat("takes ", absl::StrJoin(choices, ", ")));
+    const absl::Span<const absl::string_view> all(choices.begin(), choices.size());
+    return absl::InvalidArgumentError(absl::StrCat(
+        "takes ", absl::StrJoin(all.first(all.size() - 1), ", "), " or ", all.back()));
   }
   field = std::string(text);
   return absl::OkStatus();
@@ -109,28 +123,19 @@ constexpr Entry kTable[] = {
     {{"region", "GEOMESH_REGION", "text", "",
       "Region of this process, as the topology file names it. Without one all ranks count as one "
       "region."},
-     [](Options& o, absl::string_view text) {
-       o.region = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.region; }},
+     &SetText<&Options::region>,
+     &GetText<&Options::region>},
     {{"topology", "GEOMESH_TOPOLOGY", "text", "",
       "Topology file (or the name of a shipped one, such as azure-4) that plans are made for. The "
       "same on all ranks."},
-     [](Options& o, absl::string_view text) {
-       o.topology = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.topology; }},
+     &SetText<&Options::topology>,
+     &GetText<&Options::topology>},
     {{"interface", "GEOMESH_INTERFACE", "text", "",
       "Network interface (eth0) or own address (10.0.0.5) to use. Without one: the interface by "
       "which this machine "
       "reaches MASTER_ADDR."},
-     [](Options& o, absl::string_view text) {
-       o.interface = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.interface; }},
+     &SetText<&Options::interface>,
+     &GetText<&Options::interface>},
     {{"ports", "GEOMESH_PORTS", "ports", "",
       "Range of TCP ports to listen on, such as 23000-23100. Without one the system chooses."},
      [](Options& o, absl::string_view text) { return SetPorts(o.ports, text); },
@@ -138,50 +143,32 @@ constexpr Entry kTable[] = {
     {{"advertise", "GEOMESH_ADVERTISE", "text", "",
       "Address or name, with a port or without (203.0.113.7:23000), that others dial instead of "
       "the interface's own address: behind NAT or a port forward. With wire tls only."},
-     [](Options& o, absl::string_view text) {
-       o.advertise = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.advertise; }},
+     &SetText<&Options::advertise>,
+     &GetText<&Options::advertise>},
     {{"wire", "GEOMESH_WIRE", "choice", "",
       "ucx (private or tunnelled networks) or tls. Without one: tls where a key or certificate is "
       "set, else ucx."},
-     [](Options& o, absl::string_view text) -> absl::Status {
-       if (!text.empty() && text != "ucx" && text != "tls") {
-         return absl::InvalidArgumentError("takes ucx or tls");
-       }
-       o.wire = std::string(text);
-       return absl::OkStatus();
+     [](Options& o, absl::string_view text) {
+       if (text.empty()) return SetText<&Options::wire>(o, text);
+       return SetChoice(o.wire, text, {"ucx", "tls"});
      },
-     [](const Options& o) { return o.wire; }},
+     &GetText<&Options::wire>},
     {{"psk_file", "GEOMESH_PSK_FILE", "text", "",
       "File with the job's shared key (at least 32 bytes, base64 or hex; several for a change of "
       "keys, one a line): everything between ranks goes through TLS 1.3. The same on all ranks."},
-     [](Options& o, absl::string_view text) {
-       o.psk_file = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.psk_file; }},
+     &SetText<&Options::psk_file>,
+     &GetText<&Options::psk_file>},
     {{"tls_cert", "GEOMESH_TLS_CERT", "text", "",
       "This rank's certificate (PEM), instead of a shared key; with tls_key and tls_ca."},
-     [](Options& o, absl::string_view text) {
-       o.tls_cert = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.tls_cert; }},
+     &SetText<&Options::tls_cert>,
+     &GetText<&Options::tls_cert>},
     {{"tls_key", "GEOMESH_TLS_KEY", "text", "",
       "The certificate's private key (PEM, readable by its owner only)."},
-     [](Options& o, absl::string_view text) {
-       o.tls_key = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.tls_key; }},
+     &SetText<&Options::tls_key>,
+     &GetText<&Options::tls_key>},
     {{"tls_ca", "GEOMESH_TLS_CA", "text", "", "The CA (PEM) that issued all ranks' certificates."},
-     [](Options& o, absl::string_view text) {
-       o.tls_ca = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.tls_ca; }},
+     &SetText<&Options::tls_ca>,
+     &GetText<&Options::tls_ca>},
     {{"lanes", "GEOMESH_LANES", "integer", "0",
       "Connections to each peer. 0: one inside a host; between hosts two, and more while "
       "throughput "
@@ -194,14 +181,14 @@ constexpr Entry kTable[] = {
      [](Options& o, absl::string_view text) {
        return SetChoice(o.scheduler, text, {"storm", "fifo", "fair"});
      },
-     [](const Options& o) { return o.scheduler; }},
+     &GetText<&Options::scheduler>},
     {{"balancer", "GEOMESH_BALANCER", "choice", "rate",
       "How large messages are spread over the lanes: rate (by measured rate), backlog (least bytes "
       "first) or round-robin."},
      [](Options& o, absl::string_view text) {
        return SetChoice(o.balancer, text, {"rate", "backlog", "round-robin"});
      },
-     [](const Options& o) { return o.balancer; }},
+     &GetText<&Options::balancer>},
     {{"pin_bytes", "GEOMESH_PIN_BYTES", "bytes", "64K",
       "Messages up to this size stay on one lane each, the quickest. 0: none does; 1024G: all do, "
       "for paths that must not reorder."},
@@ -233,11 +220,8 @@ constexpr Entry kTable[] = {
     {{"record_folder", "GEOMESH_RECORD_FOLDER", "text", "",
       "Where a failure leaves a file with the engine's last events, which its error names. Without "
       "one: the system's folder for temporary files; off: nowhere."},
-     [](Options& o, absl::string_view text) {
-       o.record_folder = std::string(text);
-       return absl::OkStatus();
-     },
-     [](const Options& o) { return o.record_folder; }},
+     &SetText<&Options::record_folder>,
+     &GetText<&Options::record_folder>},
     {{"", "GEOMESH_LOG_LEVEL", "choice", "warning", "error, warning, info or debug."},
      &CheckLogLevel,
      nullptr},

@@ -30,17 +30,15 @@ transport::HostScope Scope() {
   return local == world ? transport::HostScope::kSingleHost : transport::HostScope::kSeveralHosts;
 }
 
-// The options' own check has seen to it that the name is one of these.
-template <typename Enum>
-Enum ByName(absl::string_view name, const std::map<absl::string_view, Enum>& values) {
-  return values.at(name);
-}
-
-std::string RecordFolder(const std::string& option) {
+absl::StatusOr<std::string> RecordFolder(const std::string& option) {
   if (option == "off") return "";
-  if (!option.empty()) return option;
   std::error_code none;
-  return std::filesystem::temp_directory_path(none).string();
+  if (option.empty()) return std::filesystem::temp_directory_path(none).string();
+  if (!std::filesystem::is_directory(option, none) || access(option.c_str(), W_OK) != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("GEOMESH_RECORD_FOLDER: '", option, "' is no folder that can be written to"));
+  }
+  return option;
 }
 
 // Of what the user asked for a further group, all that differs from what the engine runs with.
@@ -100,19 +98,22 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   engine_options.host = HostName();
   engine_options.region = options.region;
   engine_options.lanes = static_cast<int>(options.lanes);
-  engine_options.policy = ByName<transport::SchedulePolicy>(
-      options.scheduler, {{"storm", transport::SchedulePolicy::kStorm},
-                          {"fifo", transport::SchedulePolicy::kFifo},
-                          {"fair", transport::SchedulePolicy::kFair}});
-  engine_options.balancer = ByName<transport::Balancer>(
-      options.balancer, {{"rate", transport::Balancer::kRateWeighted},
-                         {"backlog", transport::Balancer::kLeastBacklog},
-                         {"round-robin", transport::Balancer::kRoundRobin}});
+  // The options' own check has seen to it that these are the names.
+  const std::map<absl::string_view, transport::SchedulePolicy> policies = {
+      {"storm", transport::SchedulePolicy::kStorm},
+      {"fifo", transport::SchedulePolicy::kFifo},
+      {"fair", transport::SchedulePolicy::kFair}};
+  const std::map<absl::string_view, transport::Balancer> balancers = {
+      {"rate", transport::Balancer::kRateWeighted},
+      {"backlog", transport::Balancer::kLeastBacklog},
+      {"round-robin", transport::Balancer::kRoundRobin}};
+  engine_options.policy = policies.at(options.scheduler);
+  engine_options.balancer = balancers.at(options.balancer);
   engine_options.pin_bytes = static_cast<uint64_t>(options.pin_bytes);
   engine_options.unexpected_bytes = options.unexpected_bytes;
   engine_options.suspect_after = options.suspect_after;
   engine_options.dead_after = options.dead_after;
-  engine_options.record_folder = RecordFolder(options.record_folder);
+  GM_ASSIGN_OR_RETURN(engine_options.record_folder, RecordFolder(options.record_folder));
   // All ranks listen when they have met: one that can't be reached for so long will not be.
   engine_options.connect_timeout =
       std::min(engine_options.connect_timeout, std::max(options.dead_after, absl::Seconds(5)));

@@ -26,17 +26,11 @@ bool IsBare(SegmentType type) {
 
 constexpr int kRemoteLanes = 2, kMostLanes = 16;
 
-bool Near(const EngineOptions& options, const PeerRecord& record) {
-  return record.host == options.host && record.region == options.region;
-}
-
-int FirstLanes(const EngineOptions& options, const PeerRecord& record) {
-  return options.lanes > 0 ? options.lanes : Near(options, record) ? 1 : kRemoteLanes;
-}
-
 // Inside a host, throughput is the processors' and not the lanes'.
-int MostLanes(const EngineOptions& options, const PeerRecord& record) {
-  return options.lanes > 0 ? options.lanes : Near(options, record) ? 1 : kMostLanes;
+LaneTuner TunerFor(const EngineOptions& options, const PeerRecord& record) {
+  if (options.lanes > 0) return LaneTuner(options.lanes, options.lanes);
+  const bool near = record.host == options.host && record.region == options.region;
+  return near ? LaneTuner(1, 1) : LaneTuner(kRemoteLanes, kMostLanes);
 }
 
 bool Less(const ProcessUid& a, const ProcessUid& b) {
@@ -63,7 +57,7 @@ Peer::Peer(PeerHost* host, PeerId id, PeerRecord record)
       dials_(Less(host->self_uid(), record_.uid)),
       send_check_(SourceCheck(host->self_uid(), record_.uid)),
       receive_check_(SourceCheck(record_.uid, host->self_uid())),
-      tuner_(FirstLanes(host->options(), record_), MostLanes(host->options(), record_)),
+      tuner_(TunerFor(host->options(), record_)),
       inbox_(this, static_cast<uint64_t>(host->options().unexpected_bytes)),
       outbox_(host->options().policy),
       picker_(host->options().balancer, host->options().pin_bytes) {}
@@ -588,7 +582,7 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
       }
       return inbox_.OnInPlace(h, InPlace::Parse(payload));
     case SegmentType::kMoreLanes:
-      if (dials_ && host_->options().lanes == 0) {
+      if (dials_) {
         tuner_.AtLeast(static_cast<int>(std::min<uint64_t>(h.key.id, kMostLanes)));
         const Instant now = std::chrono::steady_clock::now();
         dial_more_at_ = now;
