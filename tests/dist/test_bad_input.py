@@ -106,6 +106,8 @@ def test_ranks_with_different_topologies() -> None:
         ("GEOMESH_PORTS", "99999", "takes one port or a range"),
         ("GEOMESH_LANES", "many", "whole number"),
         ("GEOMESH_DEAD_AFTER", "soon", "duration"),
+        ("GEOMESH_RECORD_FOLDER", "/proc/version", "is no folder that can be written to"),
+        ("GEOMESH_SCHEDULER", "lifo", "takes storm, fifo or fair"),
     ],
 )
 def test_bad_values_are_named(variable: str, value: str, says: str) -> None:
