@@ -152,29 +152,11 @@ struct End : WireEnd {
   }
 };
 
-// Two wires; `a` dials `b`. Lane i is `dialled + i` at a, accepted[i] at b.
-struct Pair {
-  End a, b;
-  LaneId dialled{};
-
-  Pair(TlsWireOptions for_a, TlsWireOptions for_b) : a(std::move(for_a)), b(std::move(for_b)) {}
+struct Pair : WirePair<End> {
+  Pair(TlsWireOptions for_a, TlsWireOptions for_b)
+      : WirePair{End(std::move(for_a)), End(std::move(for_b))} {}
   explicit Pair(const TlsKeyFiles& keys) : Pair(OnLoopback(keys), OnLoopback(keys)) {}
   Pair() : Pair(SharedKeys(kKey1)) {}
-
-  bool Connect(int lanes, absl::string_view hello = "hello") {
-    EXPECT_TRUE(a.address.ok()) << a.address.status();
-    EXPECT_TRUE(b.address.ok()) << b.address.status();
-    auto first = a.wire->Dial(*b.address, "rank 1", lanes, Span(hello));
-    EXPECT_TRUE(first.ok()) << first.status();
-    if (!first.ok()) return false;
-    dialled = *first;
-    const size_t up = a.events.up.size() + lanes, accepted = b.events.accepted.size() + lanes;
-    return Run([&] { return a.events.up.size() == up && b.events.accepted.size() == accepted; });
-  }
-  LaneId Lane(int i) const { return LaneId{static_cast<uint32_t>(dialled) + i}; }
-  bool Run(const std::function<bool()>& done, absl::Duration limit = absl::Seconds(20)) {
-    return RunUntil({a.wire.get(), b.wire.get()}, done, limit);
-  }
 };
 
 // The log's lines of warning level while it lives.
@@ -196,24 +178,6 @@ class LogLines {
  private:
   std::vector<std::string> lines_;
 };
-
-inline std::string Pattern(size_t size, uint64_t seed) {
-  std::string bytes(size, '\0');
-  uint64_t state = seed * 0x9e3779b97f4a7c15 + 1;
-  for (char& c : bytes) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    c = static_cast<char>(state >> 32);
-  }
-  return bytes;
-}
-
-inline int CountSockets() {
-  int count = 0;
-  ForEachTcpSocket([&](const SocketInfo&) { ++count; });
-  return count;
-}
 
 inline sockaddr_in Loopback(uint16_t port) {
   sockaddr_in to = {};

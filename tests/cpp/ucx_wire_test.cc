@@ -9,53 +9,20 @@
 #include <random>
 
 #include "base/log.h"
+#include "transport/wire/sockets.h"
 #include "transport/wire/ucx_address.h"
 #include "transport/wire/ucx_config.h"
-#include "transport/wire/sockets.h"
 #include "ucx_testing.h"
+#include "wire_contract.h"
 
 namespace geomesh::transport {
 namespace {
 
 using ::testing::HasSubstr;
 
-std::string Pattern(size_t size, uint64_t seed) {
-  std::string bytes(size, '\0');
-  uint64_t state = seed * 0x9e3779b97f4a7c15 + 1;
-  for (char& c : bytes) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    c = static_cast<char>(state >> 32);
-  }
-  return bytes;
-}
-
-// Two wires; `a` dials `b` with `lanes` lanes. Lane i is `dialled + i` at a, accepted[i] at b.
-struct Pair {
-  End a{OnLoopback()}, b{OnLoopback()};
-  LaneId dialled{};
-
-  bool Connect(int lanes, absl::string_view hello = "hello") {
-    EXPECT_TRUE(a.address.ok()) << a.address.status();
-    EXPECT_TRUE(b.address.ok()) << b.address.status();
-    auto first = a.wire->Dial(*b.address, "rank 1", lanes, Span(hello));
-    EXPECT_TRUE(first.ok()) << first.status();
-    dialled = *first;
-    const size_t up = a.events.up.size() + lanes, accepted = b.events.accepted.size() + lanes;
-    return Run([&] { return a.events.up.size() == up && b.events.accepted.size() == accepted; });
-  }
-  LaneId Lane(int i) const { return LaneId{static_cast<uint32_t>(dialled) + i}; }
-  bool Run(const std::function<bool()>& done, absl::Duration limit = absl::Seconds(20)) {
-    return RunUntil({a.wire.get(), b.wire.get()}, done, limit);
-  }
+struct Pair : WirePair<End> {
+  Pair() : WirePair{End(OnLoopback()), End(OnLoopback())} {}
 };
-
-int CountSockets() {
-  int count = 0;
-  ForEachTcpSocket([&](const SocketInfo&) { ++count; });
-  return count;
-}
 
 TEST(UcxWire, CarriesExactBytesBothWays) {
   Pair p;
@@ -236,60 +203,10 @@ TEST(UcxWire, SleepsAndWakes) {
   }
 }
 
-TEST(UcxWire, SeveralDialsBetweenTheSameTwo) {
-  Pair p;
-  for (int dial = 0; dial < 3; ++dial) {
-    const int before = CountSockets();
-    ASSERT_TRUE(p.Connect(3, absl::StrCat("dial ", dial)));
-    EXPECT_EQ(CountSockets() - before, 6) << dial;
-    EXPECT_EQ(p.b.events.accepted.back().hello, absl::StrCat("dial ", dial));
-    ASSERT_TRUE(p.a.wire->Post(p.Lane(2), Span("x"), Span("y"), PostToken{1}).ok());
-    ASSERT_TRUE(p.Run([&] { return p.b.events.segments.size() == dial + 1; }));
-    EXPECT_EQ(p.b.events.segments.back().lane, p.b.events.accepted.back().lane);
-  }
-}
+TEST(UcxWire, SeveralDialsBetweenTheSameTwo) { SeveralDialsBetweenTheSameTwo<Pair>(); }
 
 TEST(UcxWire, CloseIsSeenByTheOtherSideAndFreesItsSockets) {
-  for (bool dialler_closes : {true, false}) {
-    for (bool with_traffic : {false, true}) {
-      const int before = CountSockets();
-      Pair p;
-      ASSERT_TRUE(p.Connect(2));
-      const LaneId b0 = p.b.events.accepted[0].lane;
-      End& closer = dialler_closes ? p.a : p.b;
-      End& other = dialler_closes ? p.b : p.a;
-      const LaneId lane = dialler_closes ? p.Lane(0) : b0;
-      const LaneId other_lane = dialler_closes ? b0 : p.Lane(0);
-      const std::string bulk = Pattern(kMaxSegmentPayloadBytes, 3);
-      size_t posts = 0;
-      if (with_traffic) {
-        for (; posts < 100; ++posts) {
-          ASSERT_TRUE(closer.wire->Post(lane, Span("h"), Span(bulk), PostToken{posts}).ok());
-        }
-        closer.wire->Progress();
-      }
-      closer.wire->Close(lane);
-      EXPECT_FALSE(closer.wire->Post(lane, Span("h"), Span("p"), PostToken{1000}).ok());
-      ASSERT_TRUE(p.Run([&] {
-        return !other.events.lost.empty() && closer.events.posted.size() == posts;
-      })) << dialler_closes
-          << with_traffic << " posted " << closer.events.posted.size();
-      EXPECT_EQ(other.events.lost.size(), 1);
-      EXPECT_EQ(other.events.lost[static_cast<uint32_t>(other_lane)].size(), 1);
-      EXPECT_TRUE(closer.events.lost.empty());
-      for (auto& [token, statuses] : closer.events.posted) EXPECT_EQ(statuses.size(), 1) << token;
-      ASSERT_TRUE(p.Run([&] { return CountSockets() - before == 2 + 2; }))
-          << CountSockets() - before;
-      // The lane beside it goes on.
-      const size_t segments = other.events.segments.size();
-      ASSERT_TRUE(closer.wire
-                      ->Post(dialler_closes ? p.Lane(1) : p.b.events.accepted[1].lane, Span("on"),
-                             Span("and on"), PostToken{2000})
-                      .ok());
-      ASSERT_TRUE(p.Run([&] { return other.events.segments.size() > segments; }));
-      EXPECT_EQ(other.events.segments.back().header, "on");
-    }
-  }
+  CloseIsSeenByTheOtherSideAndFreesItsSockets<Pair>();
 }
 
 TEST(UcxWire, RefusedLanesAreLostToTheDialler) {

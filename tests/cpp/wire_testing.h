@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -20,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "transport/wire/sockets.h"
 #include "transport/wire/wire.h"
 
 namespace geomesh::transport {
@@ -192,5 +194,46 @@ inline int RunAcceptor(WireEnd& end, const std::function<void()>& after_accept) 
     }
   }
 }
+
+// Bytes to send and compare.
+inline std::string Pattern(size_t size, uint64_t seed) {
+  std::string bytes(size, '\0');
+  uint64_t state = seed * 0x9e3779b97f4a7c15 + 1;
+  for (char& c : bytes) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    c = static_cast<char>(state >> 32);
+  }
+  return bytes;
+}
+
+inline int CountSockets() {
+  int count = 0;
+  ForEachTcpSocket([&](const SocketInfo&) { ++count; });
+  return count;
+}
+
+// Two wires; `a` dials `b` with `lanes` lanes. Lane i is `dialled + i` at a, accepted[i] at b.
+template <typename End>
+struct WirePair {
+  End a, b;
+  LaneId dialled{};
+
+  bool Connect(int lanes, absl::string_view hello = "hello") {
+    EXPECT_TRUE(a.address.ok()) << a.address.status();
+    EXPECT_TRUE(b.address.ok()) << b.address.status();
+    auto first = a.wire->Dial(*b.address, "rank 1", lanes, Span(hello));
+    EXPECT_TRUE(first.ok()) << first.status();
+    if (!first.ok()) return false;
+    dialled = *first;
+    const size_t up = a.events.up.size() + lanes, accepted = b.events.accepted.size() + lanes;
+    return Run([&] { return a.events.up.size() == up && b.events.accepted.size() == accepted; });
+  }
+  LaneId Lane(int i) const { return LaneId{static_cast<uint32_t>(dialled) + i}; }
+  bool Run(const std::function<bool()>& done, absl::Duration limit = absl::Seconds(20)) {
+    return RunUntil({a.wire.get(), b.wire.get()}, done, limit);
+  }
+};
 
 }  // namespace geomesh::transport
