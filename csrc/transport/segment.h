@@ -46,6 +46,11 @@ enum class SegmentType : uint8_t {
   kMoreLanes = 15,  // id: how many lanes its sender, which did not dial, can make use of
 };
 
+// Needs no acknowledgement of its own.
+inline bool IsBare(SegmentType type) {
+  return type == SegmentType::kAck || type == SegmentType::kHeartbeat;
+}
+
 // Set on kData: the receiver had said kWanted, the segment does not count against its bound.
 inline constexpr uint8_t kSolicited = 1;
 // Set on kHeartbeat: answer with a kAck at once.
