@@ -93,8 +93,8 @@ absl::Status SetChoice(std::string& field, absl::string_view text,
                        std::initializer_list<absl::string_view> choices) {
   if (std::find(choices.begin(), choices.end(), text) == choices.end()) {
     const absl::Span<const absl::string_view> all(choices.begin(), choices.size());
-    return absl::InvalidArgumentError(absl::StrCat(
-        "takes ", absl::StrJoin(all.first(all.size() - 1), ", "), " or ", all.back()));
+    return absl::InvalidArgumentError(
+        absl::StrCat("takes ", absl::StrJoin(all.first(all.size() - 1), ", "), " or ", all.back()));
   }
   field = std::string(text);
   return absl::OkStatus();

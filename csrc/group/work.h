@@ -33,9 +33,9 @@ void SetUnlock(std::shared_ptr<void> (*unlock)());
 // For what waits where Python may have called: in destructors.
 std::shared_ptr<void> Unlocked();
 
-// Runs `drop`, which may take Python's lock (a hook, a callback, the last reference to a tensor that
-// Python has made), on a thread of our own. False, and nothing is run, once Python has ended: taking
-// its lock would then end the process. The caller leaks what it holds.
+// Runs `drop`, which may take Python's lock (a hook, a callback, the last reference to a tensor
+// that Python has made), on a thread of our own. False, and nothing is run, once Python has ended:
+// taking its lock would then end the process. The caller leaks what it holds.
 bool WhilePythonLives(absl::FunctionRef<void()> drop);
 // Python is about to end. Returns when no such thing is under way, or after 2 s; Python's lock is
 // not held.

@@ -16,9 +16,9 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "transport/wire/sockets.h"
 #include "transport/wire/ucx.h"
 #include "transport/wire/ucx_address.h"
-#include "transport/wire/sockets.h"
 #include "transport/wire/ucx_worker.h"
 
 namespace geomesh::transport {
