@@ -12,8 +12,10 @@ namespace {
 
 constexpr absl::Duration kLeftLinger = absl::Seconds(2);
 
-// A lane of several on which nothing is acknowledged for so long, while others go on.
+// A lane of several is stalled when nothing on it is acknowledged for so long, nor for the time in
+// which it should have delivered what is on it so many times, at the mean of all.
 constexpr absl::Duration kStalled = absl::Seconds(2);
+constexpr uint64_t kStalledShare = 4;
 
 }  // namespace
 
@@ -248,15 +250,24 @@ void Peer::AskIfSilent(Instant now, absl::Duration silent) {
 }
 
 void Peer::CloseStalled(Instant now) {
+  uint64_t delivered = delivered_on_lost_lanes_;
+  for (const auto& lane : lanes_) delivered += lane->delivered_bytes;
   std::vector<LaneId> stalled;
   for (const auto& lane : lanes_) {
-    if (!lane->usable() || lane->in_flight.empty()) continue;
-    const Instant since = std::max(lane->acked_at, lane->in_flight.front()->posted_at);
-    if (Between(since, now) < std::max(kStalled, 8 * lane->rtt)) continue;
-    const bool others_go_on = std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& other) {
-      return other != lane && other->usable() && other->acked_at > since;
-    });
-    if (others_go_on) stalled.push_back(lane->id);
+    // What needs no acknowledgement of its own may go without one for as long as nothing else comes
+    // on its lane.
+    const bool awaits = std::any_of(lane->in_flight.begin(), lane->in_flight.end(),
+                                    [](const Outgoing* out) { return !IsBare(out->header.type); });
+    if (!lane->usable() || !awaits) {
+      lane->awaits_since.reset();
+    } else if (!lane->awaits_since.has_value() || lane->acked_at > *lane->awaits_since) {
+      lane->awaits_since = now;
+      lane->peer_delivered_before = delivered;
+    } else if (Between(*lane->awaits_since, now) >= std::max(kStalled, 8 * lane->rtt) &&
+               delivered - lane->peer_delivered_before >=
+                   kStalledShare * ReadyLanes() * lane->in_flight_bytes) {
+      stalled.push_back(lane->id);
+    }
   }
   for (const LaneId id : stalled) {
     host_->wire().Close(id);

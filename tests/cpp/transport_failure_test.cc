@@ -301,6 +301,48 @@ TEST(FailureTest, StalledLaneIsReplaced) {
   EXPECT_EQ(pair.a.Stats(pair.b).lanes_lost, 1);
 }
 
+// Nobody acknowledges a heartbeat by itself: it may stay on a lane's books for long while all that
+// is sent takes another lane.
+TEST(FailureTest, QuietLaneIsNotTakenForAStalledOne) {
+  FakeNetwork network({absl::Milliseconds(1), 0});
+  EngineOptions options;
+  options.lanes = 3;
+  options.heartbeat = absl::Milliseconds(20);
+  Pair pair(&network, options);
+  uint64_t id = 1;
+  Exchange(&pair, id++);
+  const auto carries = [&](const PeerStats& stats) {
+    return std::all_of(stats.lane_stats.begin(), stats.lane_stats.end(),
+                       [](const LaneStats& lane) { return lane.in_flight_bytes > 0; });
+  };
+  ASSERT_TRUE(Eventually([&] { return carries(pair.a.Stats(pair.b)); }));
+  const absl::Time end = absl::Now() + absl::Seconds(3);
+  while (absl::Now() < end) Exchange(&pair, id++);
+  EXPECT_EQ(pair.a.Stats(pair.b).lanes_lost, 0);
+  EXPECT_EQ(pair.b.Stats(pair.a).lanes_lost, 0);
+}
+
+// A segment that takes seconds, while another lane's arrives.
+TEST(FailureTest, SlowLaneIsNotTakenForAStalledOne) {
+  FakeNetwork network({absl::Milliseconds(1), 80e3});
+  EngineOptions options;
+  options.lanes = 2;
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  const std::vector<std::byte> first = RandomBytes(200'000, 1);
+  const std::vector<std::byte> second = RandomBytes(kSegment, 2);
+  Received at_b = pair.b.Recv(pair.a, {kChannel, 2}, first.size());
+  Received later_at_b = pair.b.Recv(pair.a, {kChannel, 3}, second.size());
+  Done done = pair.a.Send(pair.b, {kChannel, 2}, first);
+  ASSERT_TRUE(Eventually([&] { return pair.a.Stats(pair.b).segments_sent == 2; }));
+  absl::SleepFor(absl::Seconds(1));
+  Done later = pair.a.Send(pair.b, {kChannel, 3}, second);
+  EXPECT_EQ(at_b.Wait(), absl::OkStatus());
+  EXPECT_EQ(later_at_b.Wait(), absl::OkStatus());
+  EXPECT_TRUE(later_at_b.bytes() == second);
+  EXPECT_EQ(pair.a.Stats(pair.b).lanes_lost, 0);
+}
+
 // A send is done when the wire has taken it, and its memory is the caller's again. If its lane then
 // breaks before delivery, the message still arrives, with the bytes it had; also when the second
 // lane breaks.
