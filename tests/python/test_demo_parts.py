@@ -1,8 +1,10 @@
 """The demo's parts: text, model, pacing, division of time, budgets, settings."""
 
+import dataclasses
 import hashlib
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from torch_geomesh.demo import arm, data, model, records, run, speeds
+from torch_geomesh.demo.display import ArmView
 from torch_geomesh.demo.settings import Settings
 
 # Text and samples.
@@ -258,6 +261,59 @@ def test_a_contribution_is_counted_once_whoever_passes_it_on():
     assert arm._contribution(rounds) == {"code": 100, "fp32": 3200}
     assert arm._contribution([[last(None)], [last(None)]]) is None
     assert arm._contribution([[last(0)]]) is None
+
+
+def test_round_that_reached_the_target_counts_on_every_rank(tmp_path):
+    settings = Settings(out=tmp_path, speeds=(0.5, 0.5))
+    run_ = arm.ArmRun(settings, "geomesh", ArmView("GeoMesh"), target=2.0, initial_loss=5.0)
+    writers = [records.RecordWriter(run_.folder / f"rank{rank}.jsonl") for rank in range(2)]
+    now = time.monotonic()
+
+    def write_round(rank, number, end_s):
+        times = {"begin": now, "ready": now, "end": now + end_s}
+        fields = dataclasses.asdict(_round(0, 0, 0, number, digest="same"))
+        writers[rank].write("round", **{**fields, **times})
+
+    class Regions:
+        def torchrun(self, script, folder):
+            for writer in writers:
+                writer.write("ready")
+
+        def reset_bytes(self):
+            for rank in range(2):
+                write_round(rank, 0, 1.0)
+            write_round(0, 1, 2.0)
+
+        def ended(self):
+            return False
+
+        def end(self):
+            pass
+
+        def wan_bytes(self):
+            return 7
+
+    class Evaluator:
+        busy = False
+
+        def ask(self, snapshot):
+            self.busy = True
+
+        def answer(self, timeout_s=0.0):
+            if run_.reached_at is None:
+                write_round(1, 1, 9.0)  # long after rank 0
+            self.busy = False
+            return 1.5
+
+    class Display:
+        def update(self, view, done=False):
+            pass
+
+    run_.run(Regions(), Evaluator(), Display(), budget_s=60.0)
+    figures = run_.figures()
+    assert (figures["reached"], figures["rounds"], figures["wan_bytes"]) == (True, 2, 7)
+    assert [len(rank["timeline"]) for rank in figures["ranks"]] == [2, 2]
+    assert figures["time_to_target_s"] == pytest.approx(2.0, abs=1.0)
 
 
 def test_identity_is_seen_and_needs_something_to_compare():

@@ -98,15 +98,22 @@ class ArmRun:
     ) -> None:
         self.view.state = "training"
         end = self._start + budget_s
-        while self.reached_at is None and time.monotonic() < end:
+        while not self._all_reached() and time.monotonic() < end:
             self._read(regions)
-            self._evaluate(evaluator)
+            if self.reached_at is None:
+                self._evaluate(evaluator)
             self._check(regions)
             self._look()
             display.update(self.view)
             time.sleep(_TURN_S)
-        if self.reached_at is None:
+        if not self._all_reached():
             self._read(regions)
+
+    def _all_reached(self) -> bool:
+        """Whether every rank has ended the round that reached the target."""
+        return self.reached_at is not None and all(
+            len(own) > self._evaluated for own in self.rounds
+        )
 
     def _drain(self, evaluator: Evaluator) -> None:
         """Evaluate what was saved before the end and not yet evaluated."""
@@ -179,8 +186,10 @@ class ArmRun:
     def figures(self) -> dict[str, Any]:
         """Return what the arm gives to the report and to ``--json``."""
         until = self.reached_at if self.reached_at is not None else self.view.budget_s
-        # All ranks end a round at about, not exactly, the same time.
-        rounds = records.complete_rounds(self.rounds, until + 0.5)
+        # All ranks end a round at about, not exactly, the same time. The round that reached the
+        # target counts on all of them, whatever it took the last one.
+        last = [own[self._evaluated].end for own in self.rounds if self._all_reached()]
+        rounds = records.complete_rounds(self.rounds, max([until + 0.5, *last]))
         waits = records.divide(rounds)
         end = max((own[-1].end for own in rounds if own), default=0.0)
         tokens = sum(round_.tokens for own in rounds for round_ in own)
