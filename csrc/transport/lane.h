@@ -60,8 +60,8 @@ struct Lane {
   Instant acked_at;       // when anything was acknowledged last
   Instant acked_sent_at;  // when the newest acknowledged segment was sent
   Instant sent_at;
-  // Since when something that is to be acknowledged has been in flight without any progress, as ticks
-  // see it, and what all lanes to the peer had delivered then.
+  // Since when something that is to be acknowledged has been in flight without any progress, as
+  // ticks see it, and what all lanes to the peer had delivered then.
   std::optional<Instant> awaits_since;
   uint64_t peer_delivered_before = 0;
   bool bare_on_wire = false;  // one kAck or kHeartbeat at a time
