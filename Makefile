@@ -77,7 +77,7 @@ asan tsan: build/.debian ## the C++ tests under AddressSanitizer or ThreadSaniti
 	@TSAN_OPTIONS=suppressions=$(CURDIR)/tests/tsan.supp ctest --test-dir build/$@ --output-on-failure --no-tests=error
 
 FUZZ_SECONDS ?= 60
-FUZZ_TARGETS := header hello record address peer code
+FUZZ_TARGETS := header hello record address tls peer code
 CLANG ?= $(firstword $(foreach c,clang clang-19 clang-18 clang-17 clang-16 clang-15 clang-14,$(shell command -v $(c))))
 
 fuzz: build/.debian ## search for bytes that break what parses them (clang; FUZZ_SECONDS=60 each)

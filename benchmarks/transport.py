@@ -3,13 +3,14 @@
 Peers run in the same turn as geomesh, sides alternating; each figure is the median over turns.
 Needs root (namespaces), iperf3 and a build with tests. Usage:
 
-    python benchmarks/transport.py [--rows lane,long,paths,pin,storm,latency,idle,many]
+    python benchmarks/transport.py [--rows lane,long,paths,tls,pin,storm,latency,idle,many]
         [--turns 3] [--build build] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import math
@@ -250,6 +251,29 @@ def row_paths(bench: Bench) -> None:
     bench.add("the same with one throttled to a quarter: of the sum", throttled / (325e6 / 8), 0.9)
 
 
+def row_tls(bench: Bench) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder, "key")
+        key.touch(mode=0o600)
+        key.write_text(base64.b64encode(os.urandom(32)).decode())
+        for what, link, after_s in (
+            ("1 Gbit/s, 100 ms one way", Link.of(GBIT, 0.1), 3.0),
+            ("the same with 0.1 % loss", Link.of(GBIT, 0.1, loss=0.001), 3.0),
+            ("100 Mbit/s, 160 ms one way", Link.of(GBIT / 10, 0.16), 3.0),
+            ("four paths of 100 Mbit/s by flow hash", paths(100, 100, 100, 100), 6.0),
+        ):
+            with emulated(link) as places:
+
+                def side(places: Any, after_s: float, **wire: str) -> Callable[[], float]:
+                    return lambda: rate(
+                        bench.stream(places, seconds=12, **wire)["samples"], after_s
+                    )
+
+                ucx, tls = bench.median(side(places, after_s), side(places, after_s, psk=str(key)))
+            bench.note(f"Mbit/s: {8e-6 * ucx:.1f}, {8e-6 * tls:.1f}")
+            bench.add(f"wire/tls over {what}: of wire/ucx", tls / ucx, 0.95)
+
+
 def times(results: list[dict[str, Any]]) -> dict[int, tuple[int, float]]:
     """Return size and seconds from send to arrival of each message of a plan."""
     sent = {message[0]: message[2] for message in results[0]["messages"]}
@@ -412,6 +436,7 @@ ROWS: dict[str, Callable[[Bench], None]] = {
     "long": row_long,
     "paths": row_paths,
     "pin": row_pin,
+    "tls": row_tls,
     "storm": row_storm,
     "many": row_many,
 }

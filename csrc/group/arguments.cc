@@ -42,21 +42,25 @@ std::string Describe(const c10d::ReduceOp& op) {
   }
 }
 
-const at::Tensor& Single(const std::vector<at::Tensor>& tensors, const char* name) {
-  TORCH_CHECK(tensors.size() == 1, name, ": takes one tensor, got ", tensors.size());
+const at::Tensor& Single(const std::vector<at::Tensor>& tensors, const char* name,
+                         const char* what) {
+  TORCH_CHECK(tensors.size() == 1, name, ": requires a single-element ", what,
+              "tensor list, got one of ", tensors.size());
   TORCH_CHECK(tensors[0].defined(), name, ": the tensor is undefined");
   return tensors[0];
 }
 
 void CheckCount(const std::string& operation, const char* what, size_t count, int size) {
-  TORCH_CHECK(count == static_cast<size_t>(size), operation, ": takes one ", what, " a rank (",
-              size, "), got ", count);
+  const char* capital = what[0] == 'i' ? "Input" : "Output";
+  TORCH_CHECK(count == static_cast<size_t>(size), operation, ": Incorrect ", what, " list size ",
+              count, ". ", capital, " list size should be ", size, ", one ", what, " a rank");
 }
 
-void CheckType(const std::string& operation, const at::Tensor& a, const at::Tensor& b) {
-  TORCH_CHECK(a.defined() && b.defined(), operation, ": a tensor is undefined");
-  TORCH_CHECK(a.scalar_type() == b.scalar_type(), operation,
-              ": input and output differ in dtype: ", a.scalar_type(), " and ", b.scalar_type());
+void CheckType(const std::string& operation, const at::Tensor& input, const at::Tensor& output) {
+  TORCH_CHECK(input.defined() && output.defined(), operation, ": a tensor is undefined");
+  TORCH_CHECK(input.scalar_type() == output.scalar_type(), operation,
+              ": invalid tensor type: input and output differ in dtype: ", input.scalar_type(),
+              " and ", output.scalar_type());
 }
 
 namespace {

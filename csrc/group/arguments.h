@@ -19,9 +19,14 @@ std::string Describe(const at::Tensor& tensor);
 // "SUM".
 std::string Describe(const c10d::ReduceOp& op);
 
-const at::Tensor& Single(const std::vector<at::Tensor>& tensors, const char* name);
+// Where Gloo's text says what is wrong, ours begins with it: scripts look for it.
+//
+// `what`: "input ", "output " or nothing.
+const at::Tensor& Single(const std::vector<at::Tensor>& tensors, const char* name,
+                         const char* what = "");
+// `what`: "input" or "output".
 void CheckCount(const std::string& operation, const char* what, size_t count, int size);
-void CheckType(const std::string& operation, const at::Tensor& a, const at::Tensor& b);
+void CheckType(const std::string& operation, const at::Tensor& input, const at::Tensor& output);
 // Results that share memory would depend on the order in which they arrive.
 void CheckApart(const std::string& operation, const std::vector<at::Tensor>& results);
 // Likewise for a result and another rank's input of the same call.

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "group/arguments.h"
+#include "group/lists.h"
 #include "group/operation.h"
 #include "group/process_group.h"
 
@@ -82,11 +83,23 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::LaunchAll(std::vector<Operation> 
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::broadcast(Tensors& tensors,
                                                          const c10d::BroadcastOptions& opts) {
-  const at::Tensor& tensor = Single(tensors, "broadcast");
+  const int64_t count = static_cast<int64_t>(tensors.size());
+  TORCH_CHECK(opts.rootTensor >= 0 && opts.rootTensor < count,
+              "broadcast: invalid root tensor: ", opts.rootTensor, " of a list of ", count);
+  CheckAlike("broadcast", tensors);
+  const at::Tensor tensor = tensors[opts.rootTensor];
   Operation op = Begin("broadcast", "geomesh:broadcast", c10d::OpType::BROADCAST,
                        WithRoot(tensor, opts.rootRank));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
-  op.work.inputs = op.work.outputs = {tensor};
+  op.work.inputs = op.work.outputs = tensors;
+  if (count > 1) {
+    for (const at::Tensor& other : tensors) {
+      op.staging->Check(other, /*written=*/true);
+      op.staging->Join(other);
+    }
+    CheckApart(op.work.operation, tensors);
+    op.after = [tensor, tensors] { CopyToAll(tensor, tensors); };
+  }
   at::Tensor memory = root == rank_ ? op.staging->Source(tensor) : op.staging->Sink(tensor);
   op.call.output = {ToBytes(memory)};
   op.shape = {.collective = Collective::kBroadcast,
@@ -98,13 +111,20 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::broadcast(Tensors& tensors,
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce(Tensors& tensors,
                                                          const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = Single(tensors, "all_reduce");
-  if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+  CheckAlike("all_reduce", tensors);
+  if (tensors[0].layout() == at::kSparse) return allreduce_sparse(tensors, opts);
   Operation op = Begin("all_reduce", "geomesh:all_reduce", c10d::OpType::ALLREDUCE,
-                       WithOp(tensor, opts.reduceOp));
-  op.work.inputs = op.work.outputs = {tensor};
-  const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, tensor.scalar_type(),
+                       WithOp(tensors[0], opts.reduceOp));
+  op.work.inputs = op.work.outputs = tensors;
+  const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, tensors[0].scalar_type(),
                             op.work.operation);
+  for (const at::Tensor& each : tensors) op.staging->Check(each, /*written=*/true);
+  const at::Tensor tensor = ReduceOwn(op.work.operation, tensors, opts.reduceOp);
+  if (tensors.size() > 1) {
+    CheckApart(op.work.operation, tensors);
+    for (const at::Tensor& each : tensors) op.staging->Join(each);
+    op.after = [tensor, tensors] { CopyToAll(tensor, tensors); };
+  }
   at::Tensor memory = reduction.InPlace(tensor);
   op.call.output = {ToBlock(memory)};
   op.shape = {.collective = Collective::kAllReduce, .bytes = static_cast<int64_t>(memory.nbytes())};
@@ -116,13 +136,21 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce(Tensors& tensors,
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced: takes at least one tensor");
+  TORCH_CHECK(!tensors.empty(), "all_reduce_coalesced: requires non-empty tensor list");
   Operation op = Begin(
       "all_reduce_coalesced", "geomesh:all_reduce_coalesced", c10d::OpType::ALLREDUCE_COALESCED,
       absl::StrCat(tensors.size(), " tensors, first ", WithOp(tensors[0], opts.reduceOp)));
-  for (const at::Tensor& tensor : tensors) {
-    CheckType(op.work.operation, tensors[0], tensor);
-    op.staging->Check(tensor, /*written=*/true);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK(tensors[i].defined(), op.work.operation, ": a tensor is undefined");
+    TORCH_CHECK(tensors[i].layout() == tensors[0].layout(), op.work.operation,
+                ": invalid tensor layout at index ", i, ": ", tensors[i].layout(),
+                ", that of the first is ", tensors[0].layout());
+    TORCH_CHECK(tensors[i].layout() == at::kStrided, op.work.operation,
+                ": unsupported layout: ", tensors[i].layout(), "; pass sparse tensors one by one");
+    TORCH_CHECK(tensors[i].scalar_type() == tensors[0].scalar_type(), op.work.operation,
+                ": tensors must all have the same type: ", tensors[0].scalar_type(), " and ",
+                tensors[i].scalar_type());
+    op.staging->Check(tensors[i], /*written=*/true);
   }
   at::Tensor flat = Flatten(tensors);
   const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, flat.scalar_type(),
@@ -147,6 +175,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_coalesced(
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce(Tensors& tensors,
                                                       const c10d::ReduceOptions& opts) {
+  TORCH_CHECK(opts.rootTensor >= 0 && opts.rootTensor < static_cast<int64_t>(tensors.size()),
+              "reduce: invalid root tensor: ", opts.rootTensor, " of a list of ", tensors.size());
   const at::Tensor& tensor = Single(tensors, "reduce");
   Operation op = Begin("reduce", "geomesh:reduce", c10d::OpType::REDUCE,
                        absl::StrCat(WithOp(tensor, opts.reduceOp), ", root ", opts.rootRank));
@@ -171,12 +201,45 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce(Tensors& tensors,
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather(std::vector<Tensors>& outputs,
                                                          Tensors& inputs,
                                                          const c10d::AllgatherOptions& opts) {
-  const at::Tensor& input = Single(inputs, "all_gather");
+  TORCH_CHECK(!inputs.empty(), "all_gather: requires non-empty input tensor list");
+  TORCH_CHECK(outputs.size() == inputs.size(),
+              "all_gather: requires input/output tensor lists to have the same length: one list of "
+              "outputs for each of ",
+              inputs.size(), " inputs, got ", outputs.size());
+  for (const Tensors& list : outputs) {
+    TORCH_CHECK(list.size() == inputs.size() * size_, "all_gather: invalid output tensor list of ",
+                list.size(), ": takes ", inputs.size(), " for each of ", size_, " ranks");
+  }
+  if (inputs.size() > 1) {
+    CheckAlike("all_gather", inputs);
+    std::vector<Tensors> of_rank(size_);
+    for (size_t i = 0; i < outputs[0].size(); ++i)
+      of_rank[i / inputs.size()].push_back(outputs[0][i]);
+    Operation op = GatherLists("all_gather", c10d::OpType::ALLGATHER, of_rank, inputs);
+    for (size_t list = 0; list < outputs.size(); ++list) {
+      for (const at::Tensor& output : outputs[list]) {
+        CheckAlike(op.work.operation, {inputs[0], output});
+        if (list == 0) continue;  // done by GatherLists
+        op.staging->Check(output, /*written=*/true);
+        op.staging->Join(output);
+        op.work.outputs.push_back(output);
+      }
+    }
+    CheckApart(op.work.operation, op.work.outputs);
+    op.work.output_lists = outputs.size();
+    op.after = [first = std::move(op.after), outputs] {
+      first();
+      c10::NoGradGuard no_grad;
+      for (size_t list = 1; list < outputs.size(); ++list) {
+        for (size_t i = 0; i < outputs[list].size(); ++i)
+          outputs[list][i].detach().copy_(outputs[0][i].detach());
+      }
+    };
+    return Launch(std::move(op), opts.timeout);
+  }
+  const at::Tensor& input = inputs[0];
   Operation op =
       Begin("all_gather", "geomesh:all_gather", c10d::OpType::ALLGATHER, Describe(input));
-  TORCH_CHECK(outputs.size() == 1, op.work.operation, ": takes one list of outputs, got ",
-              outputs.size());
-  CheckCount(op.work.operation, "output", outputs[0].size(), size_);
   op.work.inputs = {input};
   op.work.outputs = outputs[0];
   op.call.input = {ToBytes(op.staging->Source(input))};
@@ -184,12 +247,14 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather(std::vector<Tensors>& o
   for (int r = 0; r < size_; ++r) {
     const at::Tensor& output = outputs[0][r];
     CheckType(op.work.operation, input, output);
-    TORCH_CHECK(r != rank_ || output.numel() == input.numel(), op.work.operation, ": output ", r,
-                " has ", output.numel(), " elements, the input that goes there has ",
-                input.numel());
+    TORCH_CHECK(r != rank_ || output.numel() == input.numel(), op.work.operation,
+                ": invalid tensor size: output ", r, " has ", output.numel(),
+                " elements, the input that goes there has ", input.numel());
     even = even && output.numel() == input.numel();
     op.call.output.push_back(ToBytes(op.staging->Sink(output)));
-    if (r != rank_) CheckApart(op.work.operation, output, input);
+  }
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) CheckApart(op.work.operation, outputs[0][r], input);
   }
   CheckApart(op.work.operation, outputs[0]);
   // Ranks may see uneven outputs differently only by an error, which the sizes of messages show.
@@ -246,13 +311,11 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_into_tensor_coalesced(
 }
 
 // One operation for all of them, through a buffer that has them one after the other.
-ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
-    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  TORCH_CHECK(!inputs.empty(), "all_gather_coalesced: takes at least one input");
-  Operation op =
-      Begin("all_gather_coalesced", "geomesh:all_gather", c10d::OpType::ALLGATHER_COALESCED,
-            absl::StrCat(inputs.size(), " tensors, first ", Describe(inputs[0])));
-  CheckCount(op.work.operation, "list of outputs", outputs.size(), size_);
+ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::GatherLists(const char* name, c10d::OpType type,
+                                                                const std::vector<Tensors>& outputs,
+                                                                const Tensors& inputs) {
+  Operation op = Begin(name, "geomesh:all_gather", type,
+                       absl::StrCat(inputs.size(), " tensors, first ", Describe(inputs[0])));
   Tensors all;
   for (int r = 0; r < size_; ++r) {
     TORCH_CHECK(outputs[r].size() == inputs.size(), op.work.operation,
@@ -261,12 +324,14 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
     for (size_t i = 0; i < inputs.size(); ++i) {
       const at::Tensor &input = inputs[i], &output = outputs[r][i];
       if (r == 0) op.staging->Check(input, /*written=*/false);
-      CheckType(op.work.operation, input, output);
       op.staging->Check(output, /*written=*/true);
       op.staging->Join(output);
-      TORCH_CHECK(r != rank_ || output.numel() == input.numel(), op.work.operation, ": output ", i,
-                  " of rank ", r, " has ", output.numel(),
-                  " elements, the input that goes there has ", input.numel());
+      TORCH_CHECK(r != rank_ || output.numel() == input.numel(), op.work.operation,
+                  ": invalid size of output tensor at index ", i, " of rank ", r, ": ",
+                  output.numel(), " elements, the input there has ", input.numel());
+      TORCH_CHECK(output.scalar_type() == input.scalar_type(), op.work.operation,
+                  ": invalid tensor type at index ", i, " of rank ", r, ": ", output.scalar_type(),
+                  ", the input there has ", input.scalar_type());
       all.push_back(output);
     }
   }
@@ -276,8 +341,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
   at::Tensor from = at::zeros({FlatBytes(inputs)}, at::kByte);
   CopyIn(inputs, from);
   std::vector<at::Tensor> to;
-  bool even = true;
   op.call.input = {ToBytes(from)};
+  bool even = true;
   for (const Tensors& of_rank : outputs) {
     const at::Tensor& memory = to.emplace_back(at::empty({FlatBytes(of_rank)}, at::kByte));
     even = even && memory.numel() == from.numel();
@@ -290,13 +355,24 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
   op.after = [from, to, outputs] {
     for (size_t r = 0; r < to.size(); ++r) CopyOut(to[r], outputs[r]);
   };
-  return Launch(std::move(op), opts.timeout);
+  return op;
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
+    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK(!inputs.empty(), "all_gather_coalesced: requires non-empty input tensor list");
+  TORCH_CHECK(outputs.size() == static_cast<size_t>(size_),
+              "all_gather_coalesced: output lists should be equal to world size, ", size_, ", got ",
+              outputs.size());
+  return Launch(
+      GatherLists("all_gather_coalesced", c10d::OpType::ALLGATHER_COALESCED, outputs, inputs),
+      opts.timeout);
 }
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outputs,
                                                       Tensors& inputs,
                                                       const c10d::GatherOptions& opts) {
-  const at::Tensor& input = Single(inputs, "gather");
+  const at::Tensor& input = Single(inputs, "gather", "input ");
   Operation op =
       Begin("gather", "geomesh:gather", c10d::OpType::GATHER, WithRoot(input, opts.rootRank));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
@@ -304,12 +380,12 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outp
   op.call.input = {ToBytes(op.staging->Source(input))};
   if (root == rank_) {
     TORCH_CHECK(outputs.size() == 1, op.work.operation,
-                ": the root takes one list of outputs, got ", outputs.size());
+                ": requires a single-element output list at the root, got one of ", outputs.size());
     CheckCount(op.work.operation, "output", outputs[0].size(), size_);
     for (int r = 0; r < size_; ++r) {
       CheckType(op.work.operation, input, outputs[0][r]);
       TORCH_CHECK(r != rank_ || outputs[0][r].numel() == input.numel(), op.work.operation,
-                  ": output ", r, " has ", outputs[0][r].numel(),
+                  ": invalid tensor size: output ", r, " has ", outputs[0][r].numel(),
                   " elements, the input that goes there has ", input.numel());
       op.call.output.push_back(ToBytes(op.staging->Sink(outputs[0][r])));
       if (r != rank_) CheckApart(op.work.operation, outputs[0][r], input);
@@ -318,7 +394,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outp
     op.work.outputs = outputs[0];
   } else {
     TORCH_CHECK(outputs.empty() || outputs[0].empty(), op.work.operation,
-                ": only the root takes outputs");
+                ": requires empty output on non-root");
   }
   op.shape = {.collective = Collective::kGather, .bytes = 0, .root = root};
   op.fingerprint.Add(root).Add(static_cast<uint64_t>(input.scalar_type()));
@@ -349,19 +425,19 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather_single(at::Tensor& output,
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::scatter(Tensors& outputs,
                                                        std::vector<Tensors>& inputs,
                                                        const c10d::ScatterOptions& opts) {
-  const at::Tensor& output = Single(outputs, "scatter");
+  const at::Tensor& output = Single(outputs, "scatter", "output ");
   Operation op =
       Begin("scatter", "geomesh:scatter", c10d::OpType::SCATTER, WithRoot(output, opts.rootRank));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
   op.work.outputs = {output};
   if (root == rank_) {
-    TORCH_CHECK(inputs.size() == 1, op.work.operation, ": the root takes one list of inputs, got ",
-                inputs.size());
+    TORCH_CHECK(inputs.size() == 1, op.work.operation,
+                ": requires a single-element input list at the root, got one of ", inputs.size());
     CheckCount(op.work.operation, "input", inputs[0].size(), size_);
     for (int r = 0; r < size_; ++r) {
       CheckType(op.work.operation, inputs[0][r], output);
       TORCH_CHECK(r != rank_ || inputs[0][r].numel() == output.numel(), op.work.operation,
-                  ": input ", r, " has ", inputs[0][r].numel(),
+                  ": invalid tensor size: input ", r, " has ", inputs[0][r].numel(),
                   " elements, the output that it goes to has ", output.numel());
       op.call.input.push_back(ToBytes(op.staging->Source(inputs[0][r])));
       if (r != rank_) CheckApart(op.work.operation, output, inputs[0][r]);
@@ -369,7 +445,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::scatter(Tensors& outputs,
     op.work.inputs = inputs[0];
   } else {
     TORCH_CHECK(inputs.empty() || inputs[0].empty(), op.work.operation,
-                ": only the root takes inputs");
+                ": requires empty input on non-root");
   }
   op.call.output = {ToBytes(op.staging->Sink(output))};
   op.shape = {.collective = Collective::kScatter, .bytes = 0, .root = root};
@@ -379,11 +455,11 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::scatter(Tensors& outputs,
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter(
     Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) {
-  const at::Tensor& output = Single(outputs, "reduce_scatter");
+  const at::Tensor& output = Single(outputs, "reduce_scatter", "output ");
   Operation op = Begin("reduce_scatter", "geomesh:reduce_scatter", c10d::OpType::REDUCE_SCATTER,
                        WithOp(output, opts.reduceOp));
-  TORCH_CHECK(inputs.size() == 1, op.work.operation, ": takes one list of inputs, got ",
-              inputs.size());
+  TORCH_CHECK(inputs.size() == 1, op.work.operation,
+              ": requires a single-element input list, got one of ", inputs.size());
   CheckCount(op.work.operation, "input", inputs[0].size(), size_);
   op.work.inputs = inputs[0];
   op.work.outputs = {output};
@@ -394,9 +470,9 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter(
   for (int r = 0; r < size_; ++r) {
     const at::Tensor& input = inputs[0][r];
     CheckType(op.work.operation, input, output);
-    TORCH_CHECK(r != rank_ || input.numel() == output.numel(), op.work.operation, ": input ", r,
-                " has ", input.numel(), " elements, the output that it goes to has ",
-                output.numel());
+    TORCH_CHECK(r != rank_ || input.numel() == output.numel(), op.work.operation,
+                ": invalid tensor size: input ", r, " has ", input.numel(),
+                " elements, the output that it goes to has ", output.numel());
     if (r != rank_) CheckApart(op.work.operation, output, input);
     at::Tensor memory = reduction.Source(input);
     op.call.input.push_back(ToBlock(memory));
@@ -484,7 +560,9 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::alltoall_base(at::Tensor& output,
                   rows, ") is not a multiple of the ", size_, " ranks; pass split sizes");
       counts.assign(size_, rows / size_);
     }
-    CheckCount(op.work.operation, "split size", counts.size(), size_);
+    TORCH_CHECK(counts.size() == static_cast<size_t>(size_), op.work.operation,
+                ": takes one split size a rank (", size_, ") for the ", what, ", got ",
+                counts.size());
     int64_t sum = 0;
     for (int64_t count : counts) {
       TORCH_CHECK(count >= 0, op.work.operation, ": a split size is negative: ", count);
@@ -522,9 +600,9 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::alltoall(Tensors& outputs, Tensor
   for (const at::Tensor& output : outputs) {
     for (const at::Tensor& input : inputs) CheckApart(op.work.operation, output, input);
   }
-  TORCH_CHECK(inputs[rank_].numel() == outputs[rank_].numel(), op.work.operation, ": input ", rank_,
-              " has ", inputs[rank_].numel(), " elements, the output that it goes to has ",
-              outputs[rank_].numel());
+  TORCH_CHECK(inputs[rank_].numel() == outputs[rank_].numel(), op.work.operation,
+              ": invalid tensor size: input ", rank_, " has ", inputs[rank_].numel(),
+              " elements, the output that it goes to has ", outputs[rank_].numel());
   op.shape = {.collective = Collective::kAllToAll, .bytes = 0};
   op.fingerprint.Add(static_cast<uint64_t>(inputs[0].scalar_type()));
   return Launch(std::move(op), opts.timeout);

@@ -258,8 +258,8 @@ void ProcessGroupGeoMesh::OnFailed() {
 }
 
 int ProcessGroupGeoMesh::CheckRoot(const std::string& operation, int64_t root) const {
-  TORCH_CHECK(root >= 0 && root < size_, operation, ": the root is rank ", root,
-              ", but the group has ranks 0 to ", size_ - 1);
+  TORCH_CHECK(root >= 0 && root < size_, operation, ": invalid root rank: ", root,
+              ", the group has ranks 0 to ", size_ - 1);
   return static_cast<int>(root);
 }
 

@@ -233,6 +233,9 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   Work LaunchAll(std::vector<Operation> operations, Tensors outputs,
                  std::chrono::milliseconds timeout);
   Operation GatherInto(at::Tensor& output, at::Tensor& input);
+  // `outputs`: of each rank, as many as inputs.
+  Operation GatherLists(const char* name, c10d::OpType type, const std::vector<Tensors>& outputs,
+                        const Tensors& inputs);
   Operation ReduceScatterFrom(at::Tensor& output, at::Tensor& input,
                               const c10d::ReduceScatterOptions& opts);
   // For what the executor's services do: no program.

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "group/arguments.h"
+#include "group/lists.h"
 #include "group/operation.h"
 #include "group/process_group.h"
 
@@ -28,16 +29,18 @@ at::Tensor Pack(const at::Tensor& indices, const at::Tensor& values) {
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_sparse(
     Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = Single(tensors, "all_reduce_sparse");
+  CheckAlike("all_reduce_sparse", tensors);
+  const at::Tensor& tensor = tensors[0];
   Operation op =
       Begin("all_reduce_sparse", "geomesh:sparse_all_reduce", c10d::OpType::_ALLREDUCE_SPARSE,
             absl::StrCat(Describe(tensor), ", ", Describe(opts.reduceOp)));
   const std::string name = op.work.operation;
   TORCH_CHECK(tensor.layout() == at::kSparse, name, ": takes a sparse COO tensor, got layout ",
               tensor.layout());
-  TORCH_CHECK(opts.reduceOp.op_ == c10d::ReduceOp::SUM, name, ": sparse tensors take SUM only");
+  TORCH_CHECK(opts.reduceOp.op_ == c10d::ReduceOp::SUM, name,
+              ": unsupported reduction operation: sparse tensors take SUM only");
   c10::NoGradGuard no_grad;
-  const at::Tensor own = tensor.detach().coalesce();
+  const at::Tensor own = SumOwn(tensors).detach().coalesce();
   const at::Tensor indices = own.indices().to(at::kCPU).contiguous();
   const at::Tensor values = own.values().to(at::kCPU).contiguous();
   const int64_t entries = indices.size(1);
@@ -55,7 +58,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_sparse(
       own.sparse_dim() * static_cast<int64_t>(sizeof(int64_t)) +
       c10::multiply_integers(values.sizes().slice(1)) * static_cast<int64_t>(values.element_size());
   auto gathered = std::make_shared<Tensors>();
-  op.work.inputs = op.work.outputs = {tensor};
+  op.work.inputs = op.work.outputs = tensors;
   op.call.input = {ToBytes(op.staging->Source(Pack(indices, values)))};
   for (int rank = 0; rank < size_; ++rank) {
     const int64_t theirs = counts[rank].item<int64_t>();
@@ -67,7 +70,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_sparse(
       .Add(own.sparse_dim())
       .Add(own.dense_dim());
   for (const int64_t size : tensor.sizes()) op.fingerprint.Add(size);
-  op.after = [gathered, counts, tensor, sparse_dim = own.sparse_dim(),
+  op.after = [gathered, counts, tensors, sparse_dim = own.sparse_dim(),
               entry_sizes = values.sizes().slice(1).vec(), type = tensor.scalar_type()]() mutable {
     c10::NoGradGuard no_grad;
     Tensors all_indices, all_values;
@@ -88,9 +91,9 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allreduce_sparse(
     }
     // Entries of one place are added in the order of ranks, on all of them.
     const at::Tensor sum =
-        at::sparse_coo_tensor(at::cat(all_indices, 1), at::cat(all_values), tensor.sizes())
+        at::sparse_coo_tensor(at::cat(all_indices, 1), at::cat(all_values), tensors[0].sizes())
             .coalesce();
-    tensor.copy_(sum);  // a detached sparse tensor would keep it to itself
+    CopyToAll(sum, tensors);
   };
   return Launch(std::move(op), opts.timeout);
 }

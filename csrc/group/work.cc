@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <mutex>
 #include <shared_mutex>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -67,6 +68,18 @@ std::exception_ptr ToException(const absl::Status& status) {
   }
 }
 
+namespace {
+
+// A work's future is completed right after it.
+constexpr std::chrono::seconds kFutureFollows{1};
+
+c10::TypePtr FutureType(size_t output_lists) {
+  const c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
+  return output_lists == 1 ? list : c10::ListType::create(list);
+}
+
+}  // namespace
+
 WorkGeoMesh::WorkGeoMesh(Description description)
     : c10d::Work(description.rank, description.type, description.profiling_title,
                  std::optional<std::vector<at::Tensor>>(std::move(description.inputs))),
@@ -76,9 +89,10 @@ WorkGeoMesh::WorkGeoMesh(Description description)
       completion_key_(next_completion_key++),
       timeout_(description.timeout),
       outputs_(std::move(description.outputs)),
+      output_lists_(description.output_lists),
       expire_(std::move(description.expire)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()), std::move(description.devices))) {}
+      future_(c10::make_intrusive<c10::ivalue::Future>(FutureType(description.output_lists),
+                                                       std::move(description.devices))) {}
 
 void WorkGeoMesh::CheckOwner() const {
   if (getpid() == owner_) return;
@@ -128,6 +142,10 @@ bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
   }
   const std::exception_ptr exception = exception_;
   lock.unlock();
+  // The future is completed next, on the thread that completed this; callers take its value then.
+  // Not for ever: once Python has ended it is not completed at all.
+  const Clock::time_point next = Clock::now() + kFutureFollows;
+  while (!future_->completed() && Clock::now() < next) std::this_thread::yield();
   if (exception) std::rethrow_exception(exception);
   synchronize();
   return true;
@@ -191,8 +209,13 @@ void WorkGeoMesh::Complete(const absl::Status& status, const exec::Outcome& outc
 void WorkGeoMesh::CompleteFuture() {
   if (const std::exception_ptr failure = exception()) {
     future_->setError(failure);
-  } else {
+  } else if (output_lists_ == 1) {
     future_->markCompleted(c10::IValue(outputs_));
+  } else {
+    std::vector<std::vector<at::Tensor>> lists(output_lists_);
+    const size_t length = outputs_.size() / output_lists_;
+    for (size_t i = 0; i < outputs_.size(); ++i) lists[i / length].push_back(outputs_[i]);
+    future_->markCompleted(c10::IValue(std::move(lists)));
   }
 }
 

@@ -54,6 +54,7 @@ class WorkGeoMesh : public c10d::Work {
     std::string operation;                  // for errors
     std::vector<at::Tensor> inputs;         // for the profiler
     std::vector<at::Tensor> outputs;        // result() and the future's value
+    size_t output_lists = 1;                // several: the future has them as lists of this number
     std::vector<c10::Device> devices;       // GPUs whose streams the operation uses
     uint64_t sequence = 0;
     std::chrono::milliseconds timeout{0};
@@ -110,6 +111,7 @@ class WorkGeoMesh : public c10d::Work {
   const std::chrono::milliseconds timeout_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::vector<at::Tensor> outputs_;
+  const size_t output_lists_;
   std::function<void(const absl::Status&)> expire_;  // guarded by mutex_; empty once complete
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::chrono::steady_clock::time_point end_;  // guarded by mutex_, as the base's state

@@ -110,3 +110,18 @@ def slow() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_callback_that_takes_its_time(backend: str) -> None:
     run_ranks(2, slow, init={"backend": backend})
+
+
+def waited_for() -> None:
+    for _ in range(500):
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        for work in works:
+            future = work.get_future()
+            work.wait()
+            assert future.done()
+            assert future.value()[0].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_future_is_done_when_its_work_was_waited_for(backend: str) -> None:
+    run_ranks(2, waited_for, init={"backend": backend})

@@ -420,7 +420,7 @@ def gathered_together() -> None:
             assert torch.equal(a, b)
     with pytest.raises(RuntimeError, match=r"takes as many outputs of each rank as inputs \(6\)"):
         group.allgather_coalesced([tensors[:5] for tensors in outputs], of(rank))
-    with pytest.raises(RuntimeError, match=f"output 0 of rank {rank} has 1 elements"):
+    with pytest.raises(RuntimeError, match=f"size of output tensor at index 0 of rank {rank}: 1 "):
         short = [[tensors[0][:1], *tensors[1:]] for tensors in outputs]
         group.allgather_coalesced(short, of(rank))
     dist.barrier()
