@@ -96,6 +96,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             dist("collectives", "tensors_gathered_together_are_one_operation"),
         ),
         Feature(
+            "lists of several tensors a rank",
+            NO,
+            "lists_of_tensors",
+            dist("lists", "reduction_counts_every_tensor_of_every_rank", "lists"),
+        ),
+        Feature(
             "coalescing manager, several kinds of calls",
             UNSTATED,
             "coalescing_of_several_kinds",

@@ -428,6 +428,14 @@ def op_premul_sum(rank: int, world: int) -> None:
     assert torch.equal(tensor, sum(each(9)) / 2)
 
 
+@probe
+def lists_of_tensors(rank: int, world: int) -> None:
+    tensors = [each(9)[rank].clone() for _ in range(2)]
+    default_group()._get_backend(torch.device("cpu")).allreduce(tensors).wait()
+    for tensor in tensors:
+        assert torch.equal(tensor, 2 * sum(each(9)))
+
+
 # ---- layouts ----
 
 
