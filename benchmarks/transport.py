@@ -82,7 +82,11 @@ class Bench:
     def stream(self, places: Sequence[tuple[Popen, str]], **arguments: object) -> dict[str, Any]:
         """Return what rank 1 of a stream says, with `lanes` of rank 0."""
         sender, receiver = self.peers(places, "stream", **arguments)
-        return receiver | {"lanes": sender["lanes"], "sender_cpu_s": sender["cpu_s"]}
+        return receiver | {
+            "lanes": sender["lanes"],
+            "lanes_lost": sender["lanes_lost"],
+            "sender_cpu_s": sender["cpu_s"],
+        }
 
 
 def rate(samples: list[list[float]], after_s: float, until_s: float = math.inf) -> float:
