@@ -28,6 +28,12 @@ LaneView Lane::View(int lanes) const {
   return view;
 }
 
+bool Lane::carries_bulk() const {
+  return std::any_of(in_flight.begin(), in_flight.end(), [](const Outgoing* out) {
+    return out->message != nullptr && out->header.total_bytes > kSmallBytes;
+  });
+}
+
 void Lane::OnSend(Outgoing* out, Instant now, int lanes) {
   if (in_flight.empty()) delivered_at = acked_sent_at = now;
   out->posted_at = now;

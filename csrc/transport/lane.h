@@ -48,8 +48,9 @@ struct Lane {
   LaneId id{};
   uint32_t name = 0;  // the same on both sides: attempt << 8 | index
   State state = State::kConnecting;
-  bool broken = false;   // a Post failed; its loss is on the way
-  bool stalled = false;  // nothing more is put on it; it will be closed
+  bool broken = false;      // a Post failed; its loss is on the way
+  bool stalled = false;     // nothing more is put on it; it will be closed
+  bool delay_known = true;  // min_rtt was, or can have been, measured without everybody's queues
 
   // ---- sending ----
   uint64_t sent_sequence = 0;
@@ -74,6 +75,9 @@ struct Lane {
   Instant round_at;     // a round trip began
   int rounds = 0, flat_rounds = 0;
   absl::Duration min_rtt = absl::InfiniteDuration();
+  // While delay is measured anew: the segment whose acknowledgement tells, and what was known.
+  uint64_t delay_probe_sequence = 0;
+  absl::Duration min_rtt_before = absl::InfiniteDuration();
   absl::Duration rtt = absl::ZeroDuration();  // smoothed
 
   // ---- receiving ----
@@ -85,6 +89,8 @@ struct Lane {
   bool usable() const { return state == State::kReady && !broken && !stalled; }
   double WindowGain() const;
   LaneView View(int lanes) const;
+  // Bulk on its way.
+  bool carries_bulk() const;
   // Before a Post: fills in what rate and delay are measured from.
   void OnSend(Outgoing* out, Instant now, int lanes);
   // `out`, the newest one settled by an ack that was held back for `ack_delay`.

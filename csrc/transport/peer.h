@@ -141,6 +141,8 @@ class Peer : private Inbox::Host {
   void DialMore(Instant now);
   void TuneLanes(Instant now, bool limited);
   void CloseStalled(Instant now);
+  bool DelayLooksInflated() const;
+  bool MeasuresDelay(Instant now);
   void RetryDial(const absl::Status& reason);
   void Welcome(Lane* lane);
   void BecomeConnected();
@@ -210,6 +212,12 @@ class Peer : private Inbox::Host {
   std::string connect_trouble_;  // the last one, for the error
 
   std::vector<std::unique_ptr<Lane>> lanes_;
+  // Delay without queues is being measured; bulk waits.
+  struct DelayProbe {
+    Instant since;
+    bool asked = false;
+  };
+  std::optional<DelayProbe> delay_probe_;
   // Segments of lost lanes of which the peer has not yet said how many came, by lane name.
   absl::flat_hash_map<uint32_t, std::deque<Outgoing*>> in_doubt_;
 

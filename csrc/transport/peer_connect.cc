@@ -65,6 +65,7 @@ void Peer::Dial(int lanes, bool more) {
     lane->id = static_cast<LaneId>(static_cast<uint32_t>(*first) + i);
     lane->name = attempt_ << 8 | static_cast<uint32_t>(i);
     lane->heard_at = lane->sent_at = now;
+    lane->delay_known = !more;
     host_->AddLane(lane->id, this);
     lanes_.push_back(std::move(lane));
   }
@@ -138,6 +139,7 @@ bool Peer::Accept(LaneId id, int index, const Hello& hello) {
   lane->name = attempt_ << 8 | static_cast<uint32_t>(index);
   lane->heard_at = lane->sent_at = now;
   lane->state = Lane::State::kReady;
+  lane->delay_known = !hello.more;
   host_->AddLane(id, this);
   lanes_.push_back(std::move(lane));
   // Not within the wire's callback: it may want to finish setting the lane up first.

@@ -302,6 +302,10 @@ void Peer::Tick(Instant now, absl::Duration late, bool announce) {
     return;
   }
   AskIfSilent(now, silent);
+  if (!delay_probe_.has_value() && outbox_.has_ready() && DelayLooksInflated()) {
+    delay_probe_ = DelayProbe{now};
+  }
+  if (delay_probe_.has_value()) host_->MarkDirty(this);
   CloseStalled(now);
   if (state_ == State::kLost) return;
   DialMore(now);

@@ -12,6 +12,9 @@ namespace {
 
 constexpr uint64_t kAckNowBytes = kMaxSegmentPayloadBytes;
 
+constexpr int kInflatedDelay = 3;
+constexpr absl::Duration kLongestDelayProbe = absl::Seconds(1);
+
 }  // namespace
 
 void Peer::QueueControl(SegmentHeader header, std::string payload) {
@@ -39,6 +42,50 @@ void Peer::FlushKeyLists() {
   queue(SegmentType::kAnnounce, outbox_.TakeAnnouncements(false));
 }
 
+// A lane that is added under load may see no round trip without the queues that all lanes together
+// keep. Its window would be made of that, the queues grow by it, and the next lanes see more. So
+// where that shows, what is on its way is let out once, and all lanes are asked on the quiet path.
+// (Lanes over paths of unlike delays look the same, until they were asked.)
+bool Peer::DelayLooksInflated() const {
+  absl::Duration least = absl::InfiniteDuration();
+  for (const auto& lane : lanes_) least = std::min(least, lane->min_rtt);
+  return std::any_of(lanes_.begin(), lanes_.end(), [least](const auto& lane) {
+    return lane->usable() && !lane->delay_known && lane->min_rtt != absl::InfiniteDuration() &&
+           lane->min_rtt > kInflatedDelay * least;
+  });
+}
+
+bool Peer::MeasuresDelay(Instant now) {
+  if (!delay_probe_.has_value()) return false;
+  bool waits = false;
+  if (!delay_probe_->asked) {
+    waits = std::any_of(lanes_.begin(), lanes_.end(),
+                        [](const auto& lane) { return lane->carries_bulk(); });
+    if (!waits) {
+      delay_probe_->asked = true;
+      for (const auto& lane : lanes_) {
+        if (!lane->usable() || lane->bare_on_wire) continue;
+        lane->min_rtt_before = std::exchange(lane->min_rtt, absl::InfiniteDuration());
+        PostBare(lane.get(), SegmentType::kHeartbeat, kAnswer);
+        lane->delay_probe_sequence = lane->sent_sequence;
+      }
+    }
+  }
+  if (delay_probe_->asked) {
+    waits = std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+      return lane->usable() && !lane->in_flight.empty() &&
+             lane->in_flight.front()->header.sequence <= lane->delay_probe_sequence;
+    });
+  }
+  if (waits && Between(delay_probe_->since, now) < kLongestDelayProbe) return true;
+  for (const auto& lane : lanes_) {
+    if (lane->min_rtt == absl::InfiniteDuration()) lane->min_rtt = lane->min_rtt_before;
+    lane->delay_known = true;
+  }
+  delay_probe_.reset();
+  return false;
+}
+
 void Peer::Pump() {
   // Before the other side was heard, nothing goes out that could be missed.
   if (state_ != State::kConnected || is_self_ || leaving_) return;
@@ -56,15 +103,16 @@ void Peer::Pump() {
   FlushKeyLists();
   post_control();
 
+  const Instant now = std::chrono::steady_clock::now();
+  const bool holds_bulk = MeasuresDelay(now);
   std::vector<LaneView> views;
   std::vector<Lane*> ready;
   for (const auto& lane : lanes_) {
     if (lane->usable()) ready.push_back(lane.get());
   }
   for (Lane* lane : ready) views.push_back(lane->View(static_cast<int>(ready.size())));
-  const Instant now = std::chrono::steady_clock::now();
   const auto place = [&](OutMessage& message, Level level) {
-    return picker_.Pick(views, message, level);
+    return holds_bulk && !message.small() ? kNoLane : picker_.Pick(views, message, level);
   };
   while (true) {
     std::optional<Outbox::Segment> taken = outbox_.Take(now, place);
@@ -95,7 +143,7 @@ void Peer::Pump() {
   }
   FlushKeyLists();  // messages that met the end of the credit just now
   post_control();
-  TuneLanes(now, outbox_.has_ready());
+  TuneLanes(now, outbox_.has_ready() && !holds_bulk);
 }
 
 void Peer::PostControl(Lane* lane, Control control) {
