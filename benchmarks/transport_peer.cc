@@ -272,9 +272,10 @@ void Stream(Node& node, const Arguments& arguments) {
     over.Wait();
     const PeerStats stats = node.Stats(1);
     node.Barrier();
-    absl::PrintF("{\"rank\": 0, \"begin\": %.6f, \"end\": %.6f, \"cpu_s\": %.4f, \"lanes\": %d, "
-                 "\"lanes_lost\": %d}\n",
-                 begin, Now(), CpuSeconds() - cpu, stats.lanes, stats.lanes_lost);
+    absl::PrintF(
+        "{\"rank\": 0, \"begin\": %.6f, \"end\": %.6f, \"cpu_s\": %.4f, \"lanes\": %d, "
+        "\"lanes_lost\": %d}\n",
+        begin, Now(), CpuSeconds() - cpu, stats.lanes, stats.lanes_lost);
     return;
   }
   auto& received = *new std::vector<std::pair<double, uint64_t>>;  // when, bytes
