@@ -165,7 +165,7 @@ Reduction::Reduction(exec::Call* call, Staging* staging, const c10d::ReduceOp& o
 at::Tensor Reduction::Given(const at::Tensor& tensor) const {
   at::Tensor given = tensor;
   if (op_.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    const auto* factor = dynamic_cast<c10d::PreMulSumSupplement*>(op_.supplement_.get());
+    const auto* factor = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op_.supplement_.get());
     TORCH_CHECK(factor != nullptr, operation_, ": PREMUL_SUM without its factor");
     given = given.detach().to(type_);
     given = factor->tensor_factor.defined()

@@ -72,6 +72,9 @@ class ProcessGroupGeoMesh : public c10d::Backend {
     TopologySpec topology;
     // Which group this is; no members: all ranks of the job, in order.
     Meeting meeting;
+#if !defined(C10D_BACKEND_HAS_RECONFIGURE)
+    bool enable_reconfigure = false;  // newer PyTorch's base has it
+#endif
   };
 
   // Meets the other ranks through `store` and connects. Throws c10::DistBackendError naming what
