@@ -32,6 +32,9 @@ void CheckApart(const std::string& operation, const std::vector<at::Tensor>& res
 // Likewise for a result and another rank's input of the same call.
 void CheckApart(const std::string& operation, const at::Tensor& result, const at::Tensor& input);
 
+// What values of a dtype with which no processor computes are reduced in; others in their own.
+at::ScalarType ComputeType(at::ScalarType type);
+
 // A reduction's memory. Sets the call's op and dtype.
 //
 // Complex sums and means run on pairs of reals. Dtypes with which no processor computes run in a

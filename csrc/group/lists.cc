@@ -1,5 +1,7 @@
 #include "group/lists.h"
 
+#include "group/arguments.h"
+
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
@@ -8,10 +10,7 @@ namespace {
 
 // Adding many in half precision would round many times.
 at::ScalarType WideType(at::ScalarType type) {
-  if (type == at::kHalf || type == at::kBFloat16 || c10::isFloat8Type(type)) return at::kFloat;
-  if (type == at::kUInt16) return at::kInt;
-  if (type == at::kUInt32) return at::kLong;
-  return type;
+  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : ComputeType(type);
 }
 
 }  // namespace

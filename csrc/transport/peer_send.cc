@@ -80,7 +80,7 @@ bool Peer::MeasuresDelay(Instant now) {
   if (waits && Between(delay_probe_->since, now) < kLongestDelayProbe) return true;
   for (const auto& lane : lanes_) {
     if (lane->min_rtt == absl::InfiniteDuration()) lane->min_rtt = lane->min_rtt_before;
-    lane->delay_known = true;
+    if (lane->usable()) lane->delay_known = true;  // not of those that are still to come up
   }
   delay_probe_.reset();
   return false;
