@@ -49,7 +49,7 @@ build/.installed: $(SOURCES) $(BIN)/python build/.debian
 	else echo "UCX: installing its wheel"; \
 	  $(BIN)/pip install -q 'libucx-cu13>=1.18,<1.23' || { echo "Installing UCX's wheel failed; set GEOMESH_UCX_ROOT to a system UCX instead."; exit 1; }; fi
 	@echo "torch_geomesh: building and installing (build/install.log)"
-	@$(BIN)/pip install -q 'setuptools>=68' wheel && MAX_JOBS=$(JOBS) $(BIN)/pip install -v --no-build-isolation -e '.[dev]' >build/install.log 2>&1 \
+	@$(BIN)/pip install -q 'setuptools>=68,<82' wheel && MAX_JOBS=$(JOBS) $(BIN)/pip install -v --no-build-isolation -e '.[dev]' >build/install.log 2>&1 \
 	  || { grep -E "error|torch_geomesh:" build/install.log | head -20; echo "Building torch_geomesh failed; the whole output is in build/install.log."; exit 1; }
 	@grep -oE "cuda(:|/ is) (built|left out).*" build/install.log | head -1 || true
 	@touch $@

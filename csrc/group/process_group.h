@@ -152,6 +152,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
 
   void setTimeout(std::chrono::milliseconds timeout) override;
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
+  // Nothing to agree on, it begins at 0 everywhere; before 2.15 the default threw.
+  void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
   void enableCollectivesTiming() override {}  // they always are

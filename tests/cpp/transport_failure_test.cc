@@ -153,6 +153,7 @@ TEST(FailureTest, FrozenPeerIsSuspectedBecauseItWasAsked) {
   const std::vector<std::byte> bytes = RandomBytes(8, 2);
   Done done = pair.a.Send(pair.b, {kChannel, 2}, bytes);
   EXPECT_EQ(received.Wait(), absl::OkStatus());
+  EXPECT_EQ(done.Wait(), absl::OkStatus());
 }
 
 TEST(FailureTest, PeerThatIsAskedAndAnswersIsNotSuspected) {

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from errors_page import REGIONS, Texts
 from ranks import World, run_ranks, start_ranks
+from versions import TORCH_MINOR
 
 import torch_geomesh as gm
 from torch_geomesh.backend import backend_of
@@ -463,6 +464,8 @@ def barriers() -> list[str]:
 
 @provokes("The monitored barrier failed")
 def barrier_failed() -> Texts:
+    if TORCH_MINOR < 14:
+        pytest.skip("needs PyTorch 2.14: monitored_barrier is Gloo's alone before")
     values = run_ranks(4, barriers, per_rank_environment=REGIONS)
     return {"The monitored barrier failed": values[0] + values[1]}
 
@@ -502,8 +505,8 @@ def window_errors() -> dict[str, list[str]]:
     "A window was gone when a put came",
 )
 def window_failed() -> Texts:
-    if not hasattr(dist.distributed_c10d, "_new_window"):
-        pytest.skip("this PyTorch has no windows")
+    if TORCH_MINOR < 14:
+        pytest.skip("needs PyTorch 2.14: windows")
     return run_ranks(4, window_errors, per_rank_environment=REGIONS)[0]
 
 

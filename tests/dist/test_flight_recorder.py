@@ -17,11 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from versions import needs_torch
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"),
-    reason="this PyTorch records its own backends only",
-)
+pytestmark = needs_torch(15, "its recorder attaches to its own backends only before")
 
 
 def analyze(folder: Path, *options: str) -> Any:

@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, start_ranks
+from versions import needs_torch
+
+pytestmark = needs_torch(14, "monitored_barrier is Gloo's alone before")
 
 SHORT = timedelta(seconds=1)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from versions import needs_torch
 
 import torch_geomesh as gm
 
@@ -154,7 +155,7 @@ def gathers_into_one_tensor() -> None:
             )
 
 
-@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="not in this PyTorch")
+@needs_torch(14, "gather_single")
 def test_gather_single():
     run_ranks(3, gathers_into_one_tensor)
 
@@ -227,6 +228,7 @@ def hooks() -> None:
     assert set(called) == {"one"}
 
 
+@needs_torch(14, "hooks")
 def test_abort_hooks():
     run_ranks(2, hooks, init={"timeout": timedelta(seconds=2)})
 
@@ -274,6 +276,7 @@ def ephemeral_timeouts(first: bool) -> str:
     return str(error.value)
 
 
+@needs_torch(14, "ephemeral timeouts of plugins")
 @pytest.mark.parametrize(("first", "seconds"), [(True, "2.1 s"), (False, "1.0 s")])
 def test_ephemeral_timeouts(first, seconds):
     text = run_ranks(2, ephemeral_timeouts, first, init={"timeout": timedelta(seconds=1)})[0]
@@ -299,6 +302,7 @@ def estimates() -> list[float]:
     return times
 
 
+@needs_torch(15, "time estimates of plugins")
 def test_time_estimates():
     per_rank = [{"GEOMESH_REGION": "east"}, {"GEOMESH_REGION": "west"}, {"GEOMESH_REGION": "east"}]
     times = run_ranks(3, estimates, per_rank_environment=per_rank)

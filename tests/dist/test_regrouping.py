@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, start_ranks
+from versions import needs_torch
 
 import torch_geomesh as gm
 
@@ -40,6 +41,7 @@ def splits() -> None:
     dist.barrier()
 
 
+@needs_torch(15, "split_group without a device")
 def test_split_groups():
     run_ranks(4, splits)
 
@@ -51,6 +53,7 @@ def options_are_not_shared() -> None:
     assert parent.options._timeout == timedelta(seconds=30)
 
 
+@needs_torch(15, "split_group without a device")
 def test_a_split_group_has_options_of_its_own():
     run_ranks(2, options_are_not_shared)
 
@@ -146,6 +149,7 @@ def configures() -> None:
     dist.barrier()
 
 
+@needs_torch(14, "groups made to be configured anew")
 @pytest.mark.parametrize("regions", [None, ["east", "west", "east", "west"]])
 def test_a_group_is_configured_anew(regions):
     per_rank = [{"GEOMESH_REGION": region} for region in regions] if regions else None

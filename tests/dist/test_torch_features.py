@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_model import batch, make_model, reference, train
 from torch import nn
+from versions import needs_torch
 
 from torch_geomesh.backend import backend_of
 
@@ -125,8 +126,6 @@ def memory_given_back() -> None:
     assert torch.equal(data, torch.full_like(data, 4))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "suspend"), reason="torch has it from 2.15 on"
-)
+@needs_torch(15, "suspend and resume")
 def test_suspend_gives_memory_back() -> None:
     run_ranks(2, memory_given_back)

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from versions import needs_torch
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(dist.distributed_c10d, "_new_window"), reason="this PyTorch has no windows"
-)
+pytestmark = needs_torch(14, "windows")
 
 
 def window(tensor: torch.Tensor | None = None):
