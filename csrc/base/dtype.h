@@ -19,6 +19,9 @@ enum class DType : uint8_t {
   kI64,
   kU8,
   kBool,
+  kU16,
+  kU32,
+  kU64,
 };
 
 // Bytes of one element.
@@ -31,12 +34,15 @@ constexpr size_t SizeOf(DType dtype) {
     case DType::kF16:
     case DType::kBF16:
     case DType::kI16:
+    case DType::kU16:
       return 2;
     case DType::kF32:
     case DType::kI32:
+    case DType::kU32:
       return 4;
     case DType::kF64:
     case DType::kI64:
+    case DType::kU64:
       return 8;
   }
   return 0;
@@ -65,6 +71,12 @@ constexpr absl::string_view Name(DType dtype) {
       return "uint8";
     case DType::kBool:
       return "bool";
+    case DType::kU16:
+      return "uint16";
+    case DType::kU32:
+      return "uint32";
+    case DType::kU64:
+      return "uint64";
   }
   return "unknown";
 }

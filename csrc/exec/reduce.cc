@@ -278,6 +278,12 @@ void ReduceOnTarget(ReduceOp op, DType dtype, std::byte* dst, const std::byte* s
       return ReduceNumbers<uint8_t>(op, dst, src, elements);
     case DType::kBool:
       return ReduceBools(op, dst, src, elements);
+    case DType::kU16:
+      return ReduceNumbers<uint16_t>(op, dst, src, elements);
+    case DType::kU32:
+      return ReduceNumbers<uint32_t>(op, dst, src, elements);
+    case DType::kU64:
+      return ReduceNumbers<uint64_t>(op, dst, src, elements);
   }
 }
 

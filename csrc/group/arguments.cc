@@ -140,10 +140,7 @@ exec::ReduceOp ToReduceOp(const c10d::ReduceOp& op, const std::string& operation
 }  // namespace
 
 at::ScalarType ComputeType(at::ScalarType type) {
-  if (c10::isFloat8Type(type)) return at::kFloat;
-  if (type == at::kUInt16) return at::kInt;
-  if (type == at::kUInt32) return at::kLong;
-  return type;
+  return c10::isFloat8Type(type) ? at::kFloat : type;
 }
 
 Reduction::Reduction(exec::Call* call, Staging* staging, const c10d::ReduceOp& op,

@@ -225,7 +225,7 @@ void RunHook(const char* which, const std::function<void()>& hook) {
 }  // namespace
 
 void ProcessGroupGeoMesh::RunCompletionHooks(const WorkGeoMesh& work) {
-#if defined(C10D_BACKEND_HAS_HOOKS)
+#if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
   std::vector<c10d::CompletionHook> hooks;
   {
     std::lock_guard<std::mutex> lock(hooks_mutex_);
@@ -385,7 +385,9 @@ void ProcessGroupGeoMesh::unregisterAbortHook(int64_t hook_id) {
   std::lock_guard<std::mutex> lock(hooks_mutex_);
   abort_hooks_.erase(hook_id);
 }
+#endif
 
+#if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
 void ProcessGroupGeoMesh::registerCompletionHook(int64_t hook_id, c10d::CompletionHook hook) {
   std::lock_guard<std::mutex> lock(hooks_mutex_);
   TORCH_CHECK(completion_hooks_.emplace(hook_id, std::move(hook)).second,

@@ -38,6 +38,12 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/version.h>
+
+// PyTorch has no macro of its own for them: hooks on completion, and whether hooks are supported.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#define GEOMESH_TORCH_HAS_COMPLETION_HOOKS
+#endif
 
 namespace geomesh::group {
 
@@ -160,9 +166,11 @@ class ProcessGroupGeoMesh : public c10d::Backend {
 #if defined(C10D_BACKEND_HAS_HOOKS)
   // Called before the works of a failed group end with their error (which wait 0.3 s for it, no
   // longer), and by abort(). shutdown() waits for them.
-  bool supportsAbortHooks() const override { return true; }
   void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
   void unregisterAbortHook(int64_t hook_id) override;
+#endif
+#if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
+  bool supportsAbortHooks() const override { return true; }
   // Called on the completion thread when an operation has succeeded.
   bool supportsCompletionHooks() const override { return true; }
   void registerCompletionHook(int64_t hook_id, c10d::CompletionHook hook) override;
@@ -295,7 +303,9 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   std::mutex hooks_mutex_;
   bool abort_hooks_ran_ = false;  // guarded by hooks_mutex_; of the group as it is configured now
 #if defined(C10D_BACKEND_HAS_HOOKS)
-  std::map<int64_t, c10d::AbortHook> abort_hooks_;            // guarded by hooks_mutex_
+  std::map<int64_t, c10d::AbortHook> abort_hooks_;  // guarded by hooks_mutex_
+#endif
+#if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
   std::map<int64_t, c10d::CompletionHook> completion_hooks_;  // guarded by hooks_mutex_
 #endif
 };

@@ -111,12 +111,16 @@ DType ToDType(at::ScalarType type, const std::string& operation) {
       return DType::kU8;
     case at::kBool:
       return DType::kBool;
+    case at::kUInt16:
+      return DType::kU16;
+    case at::kUInt32:
+      return DType::kU32;
+    case at::kUInt64:
+      return DType::kU64;
     default:
       TORCH_CHECK(
           false, operation,
-          ": reductions take float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8 "
-          "and bool, got ",
-          type);
+          ": reductions take floating-point, complex, integer and bool tensors, not ", type);
   }
 }
 

@@ -188,10 +188,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("int8, uint8, int32, int64", YES, "sum_integers", _REDUCTIONS),
         Feature("int16", NO, "sum_int16", _REDUCTIONS),
         Feature("bool", YES, "sum_bool", _REDUCTIONS),
-        Feature("uint16, uint32", NO, "sum_uint16_uint32", _DTYPES),
+        Feature("uint16, uint32, uint64", NO, "sum_unsigned", _DTYPES),
         Feature("complex64", YES, "sum_complex", dist("operations", "premul_sum")),
         Feature(
-            "any other dtype (uint64, complex32) where nothing is computed",
+            "any other dtype (bits8, quint8) where nothing is computed",
             NO,
             "gather_of_any_dtype",
             _DTYPES,

@@ -379,13 +379,13 @@ PROBES["sum_float8"] = _sums(torch.float8_e4m3fn, torch.float8_e5m2)
 PROBES["sum_integers"] = _sums(torch.int8, torch.uint8, torch.int32, torch.int64)
 PROBES["sum_int16"] = _sums(torch.int16)
 PROBES["sum_bool"] = _sums(torch.bool)
-PROBES["sum_uint16_uint32"] = _sums(torch.uint16, torch.uint32)
+PROBES["sum_unsigned"] = _sums(torch.uint16, torch.uint32, torch.uint64)
 PROBES["sum_complex"] = _sums(torch.complex64)
 
 
 @probe
 def gather_of_any_dtype(rank: int, world: int) -> None:
-    for dtype in (torch.uint64, torch.complex32, torch.float8_e5m2fnuz, torch.uint16):
+    for dtype in (torch.bits8, torch.complex32, torch.float8_e5m2fnuz, torch.uint16):
         size = torch.empty(0, dtype=dtype).element_size()
         tensor = torch.full((3 * size,), rank + 1, dtype=torch.uint8).view(dtype)
         parts = [torch.empty_like(tensor) for _ in range(world)]

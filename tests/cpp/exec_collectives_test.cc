@@ -45,6 +45,11 @@ bool Reduces(Collective collective) {
          collective == Collective::kReduceScatter;
 }
 
+bool IsUnsigned(DType dtype) {
+  return dtype == DType::kU8 || dtype == DType::kU16 || dtype == DType::kU32 ||
+         dtype == DType::kU64;
+}
+
 // Small integers, exact in every dtype; products of up to 8 of them too.
 double Value(const Setting& s, uint64_t salt, int from, int to, int64_t i) {
   uint64_t x = salt * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(from) * 0xbf58476d1ce4e5b9u +
@@ -53,7 +58,7 @@ double Value(const Setting& s, uint64_t salt, int from, int to, int64_t i) {
   x ^= x >> 32;
   if (s.dtype == DType::kBool) return static_cast<double>(x % 2);
   if (s.op == ReduceOp::kProduct) return x % 16 == 0 ? 2 : 1;
-  if (s.dtype == DType::kU8) return static_cast<double>(x % 16);
+  if (IsUnsigned(s.dtype)) return static_cast<double>(x % 16);
   return static_cast<double>(x % 13) - 6;
 }
 
@@ -298,7 +303,8 @@ TEST_P(CollectivesTest, ReductionsOfEverySize) {
 
 TEST_P(CollectivesTest, EveryDtypeAndOp) {
   for (const DType dtype : {DType::kF32, DType::kF64, DType::kF16, DType::kBF16, DType::kI8,
-                            DType::kI16, DType::kI32, DType::kI64, DType::kU8, DType::kBool}) {
+                            DType::kI16, DType::kI32, DType::kI64, DType::kU8, DType::kBool,
+                            DType::kU16, DType::kU32, DType::kU64}) {
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProduct, ReduceOp::kMin,
                               ReduceOp::kMax, ReduceOp::kBand, ReduceOp::kBor, ReduceOp::kBxor}) {
       if (!exec::Supported(op, dtype).ok()) continue;

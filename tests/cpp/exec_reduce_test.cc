@@ -22,7 +22,8 @@ namespace {
 
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAvg,  ReduceOp::kProduct, ReduceOp::kMin,
                              ReduceOp::kMax, ReduceOp::kBand, ReduceOp::kBor,     ReduceOp::kBxor};
-constexpr DType kIntegers[] = {DType::kI8, DType::kI16, DType::kI32, DType::kI64, DType::kU8};
+constexpr DType kIntegers[] = {DType::kI8, DType::kI16, DType::kI32, DType::kI64,
+                                 DType::kU8, DType::kU16, DType::kU32, DType::kU64};
 
 // A 16-bit format: fraction bits and the exponent of its smallest normal number.
 struct Format {
@@ -225,6 +226,9 @@ TEST_P(ReduceTest, Integers) {
   CheckInteger<int32_t>(DType::kI32);
   CheckInteger<int64_t>(DType::kI64);
   CheckInteger<uint8_t>(DType::kU8);
+  CheckInteger<uint16_t>(DType::kU16);
+  CheckInteger<uint32_t>(DType::kU32);
+  CheckInteger<uint64_t>(DType::kU64);
 }
 
 TEST_P(ReduceTest, BoolIsLogicalAndNormalised) {

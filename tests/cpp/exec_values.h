@@ -47,6 +47,12 @@ inline void Store(DType dtype, double value, std::byte* at) {
     case DType::kU8:
     case DType::kBool:
       return put(static_cast<uint8_t>(value));
+    case DType::kU16:
+      return put(static_cast<uint16_t>(value));
+    case DType::kU32:
+      return put(static_cast<uint32_t>(value));
+    case DType::kU64:
+      return put(static_cast<uint64_t>(value));
   }
 }
 
@@ -85,6 +91,12 @@ inline double Load(DType dtype, const std::byte* at) {
     case DType::kU8:
     case DType::kBool:
       return get(uint8_t{});
+    case DType::kU16:
+      return get(uint16_t{});
+    case DType::kU32:
+      return get(uint32_t{});
+    case DType::kU64:
+      return static_cast<double>(get(uint64_t{}));
   }
   return NAN;
 }

@@ -391,7 +391,7 @@ def refusals() -> dict[str, list[str]]:
         "The reduction is not defined for the dtype": [
             error_of(dist.all_reduce, ones(3, dtype=torch.int64), op.AVG),
             error_of(dist.all_reduce, ones(3), op.BAND),
-            error_of(dist.all_reduce, ones(3, dtype=torch.uint64)),
+            error_of(dist.all_reduce, torch.zeros(3, dtype=torch.uint8).view(torch.bits8)),
             error_of(dist.all_reduce, ones(3).to_sparse(), op.MAX),
         ],
         "Input and output do not go together": [
