@@ -110,6 +110,21 @@ void CheckApart(const std::string& operation, const at::Tensor& result, const at
               "the part of the output that is this rank's own");
 }
 
+bool SameMemory(const at::Tensor& result, const at::Tensor& input) {
+  if (result.const_data_ptr() != input.const_data_ptr() || result.numel() != input.numel())
+    return false;
+  return (result.is_contiguous() && input.is_contiguous()) ||
+         (result.sizes() == input.sizes() && result.strides() == input.strides());
+}
+
+void CheckOwnPart(const std::string& operation, const at::Tensor& output, const at::Tensor& memory,
+                  const at::Tensor& input, int64_t own) {
+  if (memory.const_data_ptr() != output.const_data_ptr()) return;
+  const auto* part = static_cast<const std::byte*>(memory.const_data_ptr()) + own;
+  if (input.const_data_ptr() != part || !input.is_contiguous())
+    CheckApart(operation, output, input);
+}
+
 namespace {
 
 exec::ReduceOp ToReduceOp(const c10d::ReduceOp& op, const std::string& operation) {

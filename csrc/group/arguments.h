@@ -31,6 +31,12 @@ void CheckType(const std::string& operation, const at::Tensor& input, const at::
 void CheckApart(const std::string& operation, const std::vector<at::Tensor>& results);
 // Likewise for a result and another rank's input of the same call.
 void CheckApart(const std::string& operation, const at::Tensor& result, const at::Tensor& input);
+// The same elements in the same order: a rank's own part may be both input and result.
+bool SameMemory(const at::Tensor& result, const at::Tensor& input);
+// The input may be this rank's own part, which begins at byte `own`, of `output`, whose elements
+// arrive in `memory`: the output itself or a stand-in.
+void CheckOwnPart(const std::string& operation, const at::Tensor& output, const at::Tensor& memory,
+                  const at::Tensor& input, int64_t own);
 
 // What values of a dtype with which no processor computes are reduced in; others in their own.
 at::ScalarType ComputeType(at::ScalarType type);

@@ -74,9 +74,10 @@ void CopyOut(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::LaunchAll(std::vector<Operation> operations,
                                                          Tensors outputs,
                                                          std::chrono::milliseconds timeout) {
-  std::vector<Work> works;
+  if (operations.size() == 1) return Launch(std::move(operations[0]), timeout);
+  std::vector<c10::intrusive_ptr<WorkGeoMesh>> works;
   for (Operation& operation : operations) works.push_back(Launch(std::move(operation), timeout));
-  return JoinWorks(std::move(works), std::move(outputs));
+  return Join(std::move(works), std::move(outputs));
 }
 
 // ---- one buffer, in place ----
@@ -92,11 +93,10 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::broadcast(Tensors& tensors,
                        WithRoot(tensor, opts.rootRank));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
   op.work.inputs = op.work.outputs = tensors;
+  // Also at the root, which writes nothing: all ranks refuse, or none.
+  for (const at::Tensor& each : tensors) op.staging->Check(each, /*written=*/true);
   if (count > 1) {
-    for (const at::Tensor& other : tensors) {
-      op.staging->Check(other, /*written=*/true);
-      op.staging->Join(other);
-    }
+    for (const at::Tensor& each : tensors) op.staging->Join(each);
     CheckApart(op.work.operation, tensors);
     op.after = [tensor, tensors] { CopyToAll(tensor, tensors); };
   }
@@ -181,6 +181,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce(Tensors& tensors,
   Operation op = Begin("reduce", "geomesh:reduce", c10d::OpType::REDUCE,
                        absl::StrCat(WithOp(tensor, opts.reduceOp), ", root ", opts.rootRank));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
+  op.staging->Check(tensor, /*written=*/true);  // on all ranks, or on none
   op.work.inputs = op.work.outputs = {tensor};
   const Reduction reduction(&op.call, op.staging.get(), opts.reduceOp, tensor.scalar_type(),
                             op.work.operation);
@@ -254,7 +255,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather(std::vector<Tensors>& o
     op.call.output.push_back(ToBytes(op.staging->Sink(output)));
   }
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_) CheckApart(op.work.operation, outputs[0][r], input);
+    if (r != rank_ || !SameMemory(outputs[0][r], input))
+      CheckApart(op.work.operation, outputs[0][r], input);
   }
   CheckApart(op.work.operation, outputs[0]);
   // Ranks may see uneven outputs differently only by an error, which the sizes of messages show.
@@ -279,12 +281,7 @@ ProcessGroupGeoMesh::Operation ProcessGroupGeoMesh::GatherInto(at::Tensor& outpu
   at::Tensor to = op.staging->Sink(output);
   op.call.input = {ToBytes(from)};
   const int64_t bytes = from.nbytes();
-  // The input may be this rank's own part of the output.
-  if (to.const_data_ptr() == output.const_data_ptr() &&
-      input.const_data_ptr() !=
-          static_cast<const std::byte*>(to.const_data_ptr()) + rank_ * bytes) {
-    CheckApart(op.work.operation, output, input);
-  }
+  CheckOwnPart(op.work.operation, output, to, input, rank_ * bytes);
   for (int r = 0; r < size_; ++r)
     op.call.output.push_back({static_cast<std::byte*>(to.data_ptr()) + r * bytes, bytes});
   op.shape = {.collective = Collective::kAllGather, .bytes = bytes};
@@ -388,7 +385,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outp
                   ": invalid tensor size: output ", r, " has ", outputs[0][r].numel(),
                   " elements, the input that goes there has ", input.numel());
       op.call.output.push_back(ToBytes(op.staging->Sink(outputs[0][r])));
-      if (r != rank_) CheckApart(op.work.operation, outputs[0][r], input);
+      if (r != rank_ || !SameMemory(outputs[0][r], input))
+        CheckApart(op.work.operation, outputs[0][r], input);
     }
     CheckApart(op.work.operation, outputs[0]);
     op.work.outputs = outputs[0];
@@ -403,21 +401,27 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outp
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather_single(at::Tensor& output, at::Tensor& input,
                                                              const c10d::GatherOptions& opts) {
-  Tensors inputs = {input};
-  std::vector<Tensors> outputs;
-  if (opts.rootRank == rank_) {
-    TORCH_CHECK(output.defined(), "gather_single: the root's output is undefined");
-    TORCH_CHECK(output.numel() == input.numel() * size_, "gather_single: the output has ",
+  Operation op = Begin("gather_single", "geomesh:gather", c10d::OpType::GATHER,
+                       WithRoot(input, opts.rootRank));
+  const int root = CheckRoot(op.work.operation, opts.rootRank);
+  op.work.inputs = {input};
+  const at::Tensor from = op.staging->Source(input);
+  const int64_t bytes = from.nbytes();
+  op.call.input = {ToBytes(from)};
+  if (root == rank_) {
+    CheckType(op.work.operation, input, output);
+    TORCH_CHECK(output.numel() == input.numel() * size_, op.work.operation, ": the output has ",
                 output.numel(), " elements, but ", size_, " ranks times ", input.numel(),
                 " are needed");
-    // Its parts; of a tensor that is not plain memory, none are views.
-    TORCH_CHECK(output.is_contiguous(), "gather_single: the output must be contiguous; shape ",
-                output.sizes(), ", strides ", output.strides());
-    at::Tensor flat = output.detach().view({size_, -1});
-    if (input.numel() == 0) flat = output.detach().view({size_, 0});
-    outputs.push_back(flat.unbind(0));
+    op.work.outputs = {output};
+    const at::Tensor to = op.staging->Sink(output);
+    CheckOwnPart(op.work.operation, output, to, input, rank_ * bytes);
+    for (int r = 0; r < size_; ++r)
+      op.call.output.push_back({static_cast<std::byte*>(to.data_ptr()) + r * bytes, bytes});
   }
-  return gather(outputs, inputs, opts);
+  op.shape = {.collective = Collective::kGather, .bytes = 0, .root = root};
+  op.fingerprint.Add(root).Add(static_cast<uint64_t>(input.scalar_type()));
+  return Launch(std::move(op), opts.timeout);
 }
 
 // ---- scattering ----
@@ -440,7 +444,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::scatter(Tensors& outputs,
                   ": invalid tensor size: input ", r, " has ", inputs[0][r].numel(),
                   " elements, the output that it goes to has ", output.numel());
       op.call.input.push_back(ToBytes(op.staging->Source(inputs[0][r])));
-      if (r != rank_) CheckApart(op.work.operation, output, inputs[0][r]);
+      if (r != rank_ || !SameMemory(output, inputs[0][r]))
+        CheckApart(op.work.operation, output, inputs[0][r]);
     }
     op.work.inputs = inputs[0];
   } else {
@@ -473,7 +478,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce_scatter(
     TORCH_CHECK(r != rank_ || input.numel() == output.numel(), op.work.operation,
                 ": invalid tensor size: input ", r, " has ", input.numel(),
                 " elements, the output that it goes to has ", output.numel());
-    if (r != rank_) CheckApart(op.work.operation, output, input);
+    if (r != rank_ || !SameMemory(output, input)) CheckApart(op.work.operation, output, input);
     at::Tensor memory = reduction.Source(input);
     op.call.input.push_back(ToBlock(memory));
     largest = std::max(largest, static_cast<int64_t>(memory.nbytes()));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "base/log.h"
@@ -51,6 +52,15 @@ absl::Status AwaitReads(const Staging& staging, const exec::Executor& executor,
         absl::StrCat(call.operation, ": copying from the GPU failed: ", e.what()));
   }
   return absl::OkStatus();
+}
+
+// While Python lives. A user's hook must not end the completion thread, and the process with it.
+void RunHook(const char* which, absl::FunctionRef<void()> hook) {
+  try {
+    hook();
+  } catch (const std::exception& e) {
+    Log(LogLevel::kWarning, "group", absl::StrCat(which, " failed: ", e.what()));
+  }
 }
 
 }  // namespace
@@ -142,7 +152,14 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       ending->work->Complete(result, outcome);
       process->completions().LetOthersPass();  // callbacks are somebody else's code
       WhilePythonLives([&ending] { ending->work->CompleteFuture(); });
-      if (result.ok()) RunCompletionHooks(*ending->work);
+      if (result.ok()) {
+        WhilePythonLives([this, &work = *ending->work] {
+          RunCompletionHooks(work.getCompletionKey(), work.getDuration());
+          if (onCompletionHook_) {
+            RunHook("the onCompletion hook", [&] { onCompletionHook_(work.Info()); });
+          }
+        });
+      }
       if (!WhilePythonLives([&ending] { ending.reset(); })) {
         new std::shared_ptr<Ending>(std::move(ending));
       }
@@ -209,22 +226,7 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::LaunchService(Operation operati
   return Issue(operation, timeout);
 }
 
-namespace {
-
-// A user's hook must not end the completion thread, and the process with it.
-void RunHook(const char* which, const std::function<void()>& hook) {
-  WhilePythonLives([&] {
-    try {
-      hook();
-    } catch (const std::exception& e) {
-      Log(LogLevel::kWarning, "group", absl::StrCat(which, " failed: ", e.what()));
-    }
-  });
-}
-
-}  // namespace
-
-void ProcessGroupGeoMesh::RunCompletionHooks(const WorkGeoMesh& work) {
+void ProcessGroupGeoMesh::RunCompletionHooks(uint64_t completion_key, float duration_ms) {
 #if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
   std::vector<c10d::CompletionHook> hooks;
   {
@@ -232,14 +234,10 @@ void ProcessGroupGeoMesh::RunCompletionHooks(const WorkGeoMesh& work) {
     for (const auto& [id, hook] : completion_hooks_) hooks.push_back(hook);
   }
   for (const c10d::CompletionHook& hook : hooks) {
-    RunHook("a completion hook", [&] {
-      hook({.completionKey = work.getCompletionKey(), .duration_ms = work.getDuration()});
-    });
+    RunHook("a completion hook",
+            [&] { hook({.completionKey = completion_key, .duration_ms = duration_ms}); });
   }
 #endif
-  if (onCompletionHook_) {
-    RunHook("the onCompletion hook", [&] { onCompletionHook_(work.Info()); });
-  }
 }
 
 // Engine thread. The works end after this, in the same queue.
@@ -274,7 +272,7 @@ void ProcessGroupGeoMesh::startCoalescing() {
 }
 
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::endCoalescing() {
-  std::vector<Work> works;
+  std::vector<c10::intrusive_ptr<WorkGeoMesh>> works;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(coalesced_.has_value(), "geomesh: endCoalescing() without startCoalescing()");
@@ -282,10 +280,23 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::endCoalescing() {
     coalesced_.reset();
   }
   Tensors outputs;
-  for (const Work& work : works) {
+  for (const auto& work : works) {
     for (const at::Tensor& output : work->result()) outputs.push_back(output);
   }
-  return JoinWorks(std::move(works), std::move(outputs));
+  return Join(std::move(works), std::move(outputs));
+}
+
+ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::Join(
+    std::vector<c10::intrusive_ptr<WorkGeoMesh>> works, Tensors outputs) {
+  if (works.empty()) {
+    auto done =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    done->markCompleted(c10::IValue(outputs));
+    return c10d::Work::create_from_future(done);
+  }
+  // The last work that ends is still pending when this runs, so that `this` lives.
+  return JoinWorks(std::move(works), std::move(outputs),
+                   [this](uint64_t key, float ms) { RunCompletionHooks(key, ms); });
 }
 
 void ProcessGroupGeoMesh::startTimeEstimate() {
@@ -370,7 +381,9 @@ void ProcessGroupGeoMesh::RunAbortHooks() {
     if (std::exchange(abort_hooks_ran_, true)) return;
     for (const auto& [id, hook] : abort_hooks_) hooks.push_back(hook);
   }
-  for (const c10d::AbortHook& hook : hooks) RunHook("an abort hook", hook);
+  WhilePythonLives([&hooks] {
+    for (const c10d::AbortHook& hook : hooks) RunHook("an abort hook", hook);
+  });
 #endif
 }
 

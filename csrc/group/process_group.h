@@ -36,9 +36,9 @@
 #include "plan/topology.h"
 
 #include <c10/core/Allocator.h>
+#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/version.h>
 
 // PyTorch has no macro of its own for them: hooks on completion, and whether hooks are supported.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
@@ -254,7 +254,9 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   // For what the executor's services do: no program.
   Issued LaunchService(Operation operation, std::chrono::milliseconds timeout);
   Issued Issue(Operation& operation, std::chrono::milliseconds timeout);  // mutex_ is held
-  void RunCompletionHooks(const WorkGeoMesh& work);
+  // One handle for works that were issued together, at least one.
+  Work Join(std::vector<c10::intrusive_ptr<WorkGeoMesh>> works, Tensors outputs);
+  void RunCompletionHooks(uint64_t completion_key, float duration_ms);
   void OnFailed();
   std::chrono::milliseconds Lengthened(std::chrono::milliseconds timeout,
                                        std::shared_ptr<void>* until_done);
@@ -294,8 +296,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   bool suspended_ = false;
   bool shut_ = false;
   std::list<std::shared_ptr<EphemeralTimeout>> ephemeral_timeouts_;
-  std::optional<std::vector<Work>> coalesced_;  // while coalescing
-  std::optional<double> estimate_s_;            // while estimating
+  std::optional<std::vector<c10::intrusive_ptr<WorkGeoMesh>>> coalesced_;  // while coalescing
+  std::optional<double> estimate_s_;                                       // while estimating
   uint64_t windows_ = 0;
   std::map<std::pair<std::string, std::vector<int>>, uint64_t> children_;  // made so far
   std::set<int64_t> reconfigured_;                                         // uuids

@@ -1,10 +1,50 @@
 #include "group/tensors.h"
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 namespace geomesh::group {
+
+namespace {
+
+// Whether two elements share memory. at::has_internal_overlap gives up where dimensions interleave.
+bool Overlaps(const at::Tensor& tensor) {
+  const at::MemOverlap known = at::has_internal_overlap(tensor);
+  if (known != at::MemOverlap::TooHard) return known == at::MemOverlap::Yes;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride and size, the innermost first
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t last = 0;  // offset of the last element of the dimensions before
+  bool nested = true;
+  for (const auto& [stride, size] : dims) {
+    nested = nested && stride > last;
+    last += stride * (size - 1);
+  }
+  if (nested || tensor.numel() == 0) return false;
+  // Rare: count.
+  std::vector<bool> taken(last + 1);
+  std::vector<int64_t> index(dims.size());
+  for (int64_t i = 0, offset = 0; i < tensor.numel(); ++i) {
+    if (taken[offset]) return true;
+    taken[offset] = true;
+    for (size_t d = 0; d < dims.size(); ++d) {
+      offset += dims[d].first;
+      if (++index[d] < dims[d].second) break;
+      offset -= dims[d].first * dims[d].second;
+      index[d] = 0;
+    }
+  }
+  return false;
+}
+
+}  // namespace
 
 void Staging::Check(const at::Tensor& tensor, bool written) const {
   TORCH_CHECK(tensor.defined(), operation_, ": a tensor is undefined");
@@ -13,7 +53,7 @@ void Staging::Check(const at::Tensor& tensor, bool written) const {
               "; use its dense form or its indices and values");
   TORCH_CHECK(tensor.is_cpu() || tensor.is_cuda(), operation_,
               ": takes tensors on cpu or cuda, got one on ", tensor.device());
-  TORCH_CHECK(!written || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, operation_,
+  TORCH_CHECK(!written || !Overlaps(tensor), operation_,
               ": the result would be written to a tensor several of whose elements share memory "
               "(an expanded one?): shape ",
               tensor.sizes(), ", strides ", tensor.strides(), ". Pass tensor.contiguous()");
@@ -118,9 +158,9 @@ DType ToDType(at::ScalarType type, const std::string& operation) {
     case at::kUInt64:
       return DType::kU64;
     default:
-      TORCH_CHECK(
-          false, operation,
-          ": reductions take floating-point, complex, integer and bool tensors, not ", type);
+      TORCH_CHECK(false, operation,
+                  ": reductions take floating-point, complex, integer and bool tensors, not ",
+                  type);
   }
 }
 

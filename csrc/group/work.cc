@@ -221,17 +221,33 @@ void WorkGeoMesh::CompleteFuture() {
 
 namespace {
 
+// How long several works took together, in ms.
+float TogetherMs(const std::vector<c10::intrusive_ptr<WorkGeoMesh>>& works) {
+  float end = 0;
+  const auto start = works.front()->start();
+  for (const auto& work : works) {
+    const std::chrono::duration<float, std::milli> later = work->start() - start;
+    end = std::max(end, later.count() + work->getDuration());
+  }
+  return end;
+}
+
 class JoinedWork : public c10d::Work {
  public:
-  JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> outputs)
-      : works_(std::move(works)), outputs_(std::move(outputs)) {
+  JoinedWork(std::vector<c10::intrusive_ptr<WorkGeoMesh>> works, std::vector<at::Tensor> outputs,
+             std::function<void(uint64_t, float)> on_success)
+      : c10d::Work(-1, c10d::OpType::COALESCED),
+        works_(std::move(works)),
+        outputs_(std::move(outputs)) {
     c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
         c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
     for (const auto& work : works_) futures.push_back(work->getFuture());
     future_ = c10::collectAll(futures)->then(
-        [outputs = outputs_](c10::ivalue::Future& all) {
+        [works = works_, outputs = outputs_, key = completion_key_,
+         on_success = std::move(on_success)](c10::ivalue::Future& all) {
           if (all.hasError()) std::rethrow_exception(all.exception_ptr());
           for (const c10::IValue& one : all.value().toListRef()) one.toFuture()->wait();
+          on_success(key, TogetherMs(works));
           return c10::IValue(outputs);
         },
         c10::ListType::create(c10::TensorType::get()));
@@ -269,21 +285,26 @@ class JoinedWork : public c10d::Work {
     for (const auto& work : works_) work->abort();
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  uint64_t getSequencenumber() const override {
-    return works_.empty() ? 0 : works_.front()->getSequencenumber();
-  }
+  uint64_t getSequencenumber() const override { return works_.front()->getSequencenumber(); }
+  float getDuration() const override { return TogetherMs(works_); }
+  // Override Work's where PyTorch has them.
+  uint64_t getCompletionKey() const { return completion_key_; }                          // NOLINT
+  std::chrono::milliseconds getTimeout() const { return works_.front()->getTimeout(); }  // NOLINT
 
  private:
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  const uint64_t completion_key_ = next_completion_key++;
+  const std::vector<c10::intrusive_ptr<WorkGeoMesh>> works_;
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Work> JoinWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works,
-                                         std::vector<at::Tensor> outputs) {
-  return c10::make_intrusive<JoinedWork>(std::move(works), std::move(outputs));
+c10::intrusive_ptr<c10d::Work> JoinWorks(std::vector<c10::intrusive_ptr<WorkGeoMesh>> works,
+                                         std::vector<at::Tensor> outputs,
+                                         std::function<void(uint64_t, float)> on_success) {
+  return c10::make_intrusive<JoinedWork>(std::move(works), std::move(outputs),
+                                         std::move(on_success));
 }
 
 }  // namespace geomesh::group

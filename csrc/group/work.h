@@ -78,7 +78,8 @@ class WorkGeoMesh : public c10d::Work {
     CheckOwner();
     return future_;
   }
-  float getDuration() const override;
+  float getDuration() const override;  // ms, of a work that is done
+  std::chrono::steady_clock::time_point start() const { return start_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   // Overrides Work's where PyTorch has it: never used again in this process.
   uint64_t getCompletionKey() const { return completion_key_; }  // NOLINT
@@ -118,8 +119,11 @@ class WorkGeoMesh : public c10d::Work {
   exec::Outcome outcome_;                      // guarded by mutex_
 };
 
-// One handle for several works that were issued together: done when all are, failed when one did.
-c10::intrusive_ptr<c10d::Work> JoinWorks(std::vector<c10::intrusive_ptr<c10d::Work>> works,
-                                         std::vector<at::Tensor> outputs);
+// One handle for several works that were issued together, at least one: done when all are, failed
+// when one did. `on_success` is called once, with the handle's completion key and its duration in
+// ms, before its future is completed: by who completes the last work, or by the caller.
+c10::intrusive_ptr<c10d::Work> JoinWorks(std::vector<c10::intrusive_ptr<WorkGeoMesh>> works,
+                                         std::vector<at::Tensor> outputs,
+                                         std::function<void(uint64_t, float)> on_success);
 
 }  // namespace geomesh::group

@@ -191,7 +191,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("uint16, uint32, uint64", NO, "sum_unsigned", _DTYPES),
         Feature("complex64", YES, "sum_complex", dist("operations", "premul_sum")),
         Feature(
-            "any other dtype (bits8, quint8) where nothing is computed",
+            "any other dtype (bits8, complex32) where nothing is computed",
             NO,
             "gather_of_any_dtype",
             _DTYPES,

@@ -35,6 +35,18 @@ how to make it anew.
   measured. "–": they do not say.
 """
 
+OLDER = """\
+## Older PyTorch
+
+2.11 to 2.15 are supported. What an older one lacks, or refuses to backends that it does not know
+(tests marked `needs_torch`):
+
+- since 2.15: the flight recorder, time estimates, `suspend` and `resume`, completion hooks,
+  `split_group` without a device
+- since 2.14: `monitored_barrier`, windows, groups made to be configured anew, abort hooks,
+  ephemeral timeouts, timeouts changed later, `gather_single`
+"""
+
 
 def outcomes(path: Path) -> dict[str, set[str]]:
     """Read a JUnit file: for each test, without its parameters, the outcomes that occurred."""
@@ -167,7 +179,7 @@ def main() -> int:
 
     results = [json.loads(file.read_text()) for file in sorted(options.results.glob("*.json"))]
     head = HEAD.format(torch=torch.__version__.split("+")[0]).splitlines()
-    lines = [*head, "", *tables(outcomes(options.junit)), *suites(results)]
+    lines = [*head, "", *tables(outcomes(options.junit)), *OLDER.splitlines(), "", *suites(results)]
     options.out.write_text("\n".join(lines))
     return 0
 

@@ -54,6 +54,11 @@ def some_operations() -> str:
     if rank != 1:
         dist.all_reduce(torch.ones(6, dtype=torch.int64), group=pair)
     dist.barrier()
+    world = dist.distributed_c10d._get_default_group()
+    inputs = [torch.ones(2), torch.ones(5, dtype=torch.int32)]
+    outputs = [i.repeat(3) for i in inputs]
+    world.all_gather_single_coalesced(outputs, inputs).wait()
+    world.reduce_scatter_single_coalesced(inputs, outputs).wait()
     # Waiters go on before the recorder is told.
     everybody = dist.distributed_c10d._get_default_group()
     everybody._wait_for_pending_works()
@@ -95,6 +100,10 @@ def test_a_healthy_run(traces: Path) -> None:
         ("geomesh:all_gather", "[[4]]", (0, 1, 2)),
         ("geomesh:all_reduce", "[[6]]", (0, 2)),
         ("geomesh:barrier", "[]", (0, 1, 2)),
+        ("geomesh:all_gather_into_tensor_coalesced", "[[2], [5]]", (0, 1, 2)),
+        ("geomesh:reduce_scatter_tensor_coalesced", "[[6], [15]]", (0, 1, 2)),
+        ("geomesh:all_gather_into_tensor_coalesced", "[[2], [5]]", (0, 1, 2)),
+        ("geomesh:reduce_scatter_tensor_coalesced", "[[6], [15]]", (0, 1, 2)),
     }
     assert all(c.pass_check for c in database.collectives)
     assert {group.desc for group in database.groups} == {"default_pg", "the pair"}

@@ -156,6 +156,10 @@ def gathers_into_one_tensor() -> None:
             assert torch.equal(
                 out, torch.cat([torch.arange(size) + 1000 * r for r in range(world)])
             )
+    out = torch.zeros(2, world).t()
+    dist.gather_single(torch.tensor([rank, -rank]).float(), out, group_dst=1)
+    if rank == 1:
+        assert out.tolist() == [[r, -r] for r in range(world)]
 
 
 @needs_torch(14, "gather_single")
@@ -175,6 +179,22 @@ def overlaps() -> None:
         dist.all_to_all_single(x, x)
     with pytest.raises(RuntimeError, match="the input lies where another rank's result goes"):
         dist.reduce_scatter_tensor(x[2:6], x)
+    # Also this rank's own part of a list, where it is not the very input.
+    others = [torch.empty(4) for _ in range(world)]
+    with pytest.raises(RuntimeError, match="the input lies where another rank's result goes"):
+        dist.all_gather([*others[:rank], x[2:6], *others[rank + 1 :]], x[:4])
+    with pytest.raises(RuntimeError, match="the input lies where another rank's result goes"):
+        dist.reduce_scatter(x[2:6], [*others[:rank], x[:4], *others[rank + 1 :]])
+    dist.all_gather([*others[:rank], x[:4], *others[rank + 1 :]], x[:4])
+    # Elements that share memory can't take results; the root refuses too, though it only sends.
+    for shared in (torch.zeros(1).expand(4), torch.zeros(8).unfold(0, 4, 2)):
+        with pytest.raises(RuntimeError, match="several of whose elements share memory"):
+            dist.broadcast(shared, src=0)
+        with pytest.raises(RuntimeError, match="several of whose elements share memory"):
+            dist.reduce(shared, dst=1)
+    woven = torch.zeros(6).as_strided((2, 2), (3, 2))  # at 0, 2, 3 and 5
+    dist.all_reduce(woven.fill_(rank))
+    assert torch.equal(woven, torch.full((2, 2), sum(range(world)) * 1.0))
     # Its own part is where the input belongs, and columns share no element.
     x[4 * rank : 4 * rank + 4] = rank
     dist.all_gather_into_tensor(x, x[4 * rank : 4 * rank + 4])
