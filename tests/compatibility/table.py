@@ -155,9 +155,9 @@ def suites(results: list[dict[str, Any]]) -> list[str]:
     if not reasons:
         lines.append("- nothing")
     both = (
-        "What both fail needs a GPU or is not of this PyTorch: `test_default_store_timeout_gloo` wants "
-        '"Timeout" where the store says "Wait timeout", `test_new_group_local_sync` None where '
-        "`NON_GROUP_MEMBER` is returned."
+        "What both fail needs a GPU or is not of this PyTorch: `test_default_store_timeout_gloo` "
+        'wants "Timeout" where the store says "Wait timeout", `test_new_group_local_sync` None '
+        "where `NON_GROUP_MEMBER` is returned."
     )
     return [*lines, "", both, ""]
 
