@@ -119,6 +119,21 @@ absl::Status SetPorts(PortRange& field, absl::string_view text) {
   return absl::OkStatus();
 }
 
+absl::Status SetDscp(std::optional<Dscp>& field, absl::string_view text) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(text, ',');
+  uint32_t urgent = 0, bulk = 0;
+  if (text.empty()) {
+    field.reset();
+    return absl::OkStatus();
+  }
+  if (parts.size() != 2 || !absl::SimpleAtoi(parts[0], &urgent) ||
+      !absl::SimpleAtoi(parts[1], &bulk) || urgent > 63 || bulk > 63) {
+    return absl::InvalidArgumentError("takes two numbers from 0 to 63, such as 46,10");
+  }
+  field = Dscp{static_cast<uint8_t>(urgent), static_cast<uint8_t>(bulk)};
+  return absl::OkStatus();
+}
+
 constexpr Entry kTable[] = {
     {{"region", "GEOMESH_REGION", "text", "",
       "Region of this process, as the topology file names it. Without one all ranks count as one "
@@ -194,6 +209,14 @@ constexpr Entry kTable[] = {
       "for paths that must not reorder."},
      [](Options& o, absl::string_view text) { return SetBytes(o.pin_bytes, text, 0); },
      [](const Options& o) { return absl::StrCat(o.pin_bytes); }},
+    {{"dscp", "GEOMESH_DSCP", "text", "",
+      "DSCP values for networks that honour them, such as 46,10: control and messages of at most "
+      "64 KB go on a lane of their own, marked with the first, all others with the second. With "
+      "wire tls only."},
+     [](Options& o, absl::string_view text) { return SetDscp(o.dscp, text); },
+     [](const Options& o) {
+       return o.dscp.has_value() ? absl::StrCat(o.dscp->urgent, ",", o.dscp->bulk) : "";
+     }},
     {{"unexpected_bytes", "GEOMESH_UNEXPECTED_BYTES", "bytes", "32M",
       "What a peer may send ahead of the receive that takes it. Both ends must have the same."},
      [](Options& o, absl::string_view text) { return SetBytes(o.unexpected_bytes, text, 1 << 20); },

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,11 @@ struct PortRange {
   std::string ToString() const;  // "5000", "23000-23100", "any port"
 };
 
+// What IP packets are marked with (RFC 2474), for networks that honour it.
+struct Dscp {
+  uint8_t urgent = 0, bulk = 0;
+};
+
 struct Options {
   std::string region;
   std::string topology;
@@ -36,6 +42,7 @@ struct Options {
   std::string scheduler = "storm";
   std::string balancer = "rate";
   int64_t pin_bytes = 64 << 10;
+  std::optional<Dscp> dscp;
   int64_t unexpected_bytes = 32 << 20;
   absl::Duration suspect_after = absl::Seconds(3);
   absl::Duration dead_after = absl::Seconds(20);

@@ -110,6 +110,7 @@ absl::StatusOr<std::shared_ptr<Process>> Process::Acquire(const Options& options
   engine_options.policy = policies.at(options.scheduler);
   engine_options.balancer = balancers.at(options.balancer);
   engine_options.pin_bytes = static_cast<uint64_t>(options.pin_bytes);
+  engine_options.urgent_lane = options.dscp.has_value();
   engine_options.unexpected_bytes = options.unexpected_bytes;
   engine_options.suspect_after = options.suspect_after;
   engine_options.dead_after = options.dead_after;

@@ -25,6 +25,11 @@ double ArrivalSeconds(const LaneView& lane, uint64_t bytes) {
   return std::max(queued, 0.0) + lane.rtt_s / 2 + static_cast<double>(bytes) / Rate(lane);
 }
 
+// Where small messages have a lane of their own, whether this one is for `message`.
+bool IsFor(const OutMessage& message, absl::Span<const LaneView> lanes, const LaneView& lane) {
+  return !lanes.front().urgent || lane.urgent == message.small();
+}
+
 }  // namespace
 
 int LanePicker::PickPinned(absl::Span<const LaneView> lanes, OutMessage& message,
@@ -36,7 +41,7 @@ int LanePicker::PickPinned(absl::Span<const LaneView> lanes, OutMessage& message
     if (message.first_handed_out && lane.name == message.lane) {
       return HasRoom(lane, level) ? static_cast<int>(i) : kItsLaneFull;
     }
-    if (!HasRoom(lane, level)) continue;
+    if (!HasRoom(lane, level) || !IsFor(message, lanes, lane)) continue;
     const double seconds = ArrivalSeconds(lane, message.bytes.size());
     if (best < 0 || seconds < best_s) {
       best = static_cast<int>(i);
@@ -54,7 +59,7 @@ int LanePicker::Pick(absl::Span<const LaneView> lanes, OutMessage& message, Leve
   for (size_t n = 0; n < lanes.size(); ++n) {
     const size_t i = balancer_ == Balancer::kRoundRobin ? (last_ + 1 + n) % lanes.size() : n;
     const LaneView& lane = lanes[i];
-    if (!HasRoom(lane, level)) continue;
+    if (!HasRoom(lane, level) || !IsFor(message, lanes, lane)) continue;
     if (balancer_ == Balancer::kRoundRobin) return static_cast<int>(last_ = i);
     const double bytes = static_cast<double>(lane.in_flight_bytes);
     const double cost = balancer_ == Balancer::kLeastBacklog ? bytes : bytes / Rate(lane);

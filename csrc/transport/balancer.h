@@ -22,6 +22,7 @@ struct LaneView {
   uint64_t window_bytes = 0;     // how much may be
   double bytes_per_s = 0;        // 0: not known
   double rtt_s = 0;              // without queueing; 0: not known
+  bool urgent = false;           // for small messages alone; only ever the first of several
 };
 
 class LanePicker {

@@ -94,6 +94,9 @@ struct EngineOptions {
   // Messages up to this size stay on one lane each, and so in order. 0: none; very large: all, for
   // paths that must not reorder.
   uint64_t pin_bytes = 64 * 1024;
+  // Where there are several lanes, control and small messages have one of their own, and the wire
+  // is told (Wire::Mark).
+  bool urgent_lane = false;
   // Of this process, for that choice. Empty host: the machine's name.
   std::string host, region;
   // A peer: what it may send before the receive is posted. At least 1 MB.

@@ -165,6 +165,7 @@ class Peer : private Inbox::Host {
   void KeepOnlyCloses();
   void FlushKeyLists();
   void PostControl(Lane* lane, Control control);
+  void MarkLane(Lane* lane, Traffic traffic);
   void PostBare(Lane* lane, SegmentType type, uint8_t flags = 0);
   void PostSegment(Lane* lane, Outgoing* out);
   void Settle(Outgoing* out);

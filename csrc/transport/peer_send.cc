@@ -111,6 +111,13 @@ void Peer::Pump() {
     if (lane->usable()) ready.push_back(lane.get());
   }
   for (Lane* lane : ready) views.push_back(lane->View(static_cast<int>(ready.size())));
+  if (host_->options().urgent_lane) {
+    // The first, which control takes too.
+    for (size_t i = 0; i < ready.size(); ++i) {
+      views[i].urgent = i == 0 && ready.size() > 1;
+      MarkLane(ready[i], views[i].urgent ? Traffic::kUrgent : Traffic::kBulk);
+    }
+  }
   const auto place = [&](OutMessage& message, Level level) {
     return holds_bulk && !message.small() ? kNoLane : picker_.Pick(views, message, level);
   };
@@ -144,6 +151,12 @@ void Peer::Pump() {
   FlushKeyLists();  // messages that met the end of the credit just now
   post_control();
   TuneLanes(now, outbox_.has_ready() && !holds_bulk);
+}
+
+void Peer::MarkLane(Lane* lane, Traffic traffic) {
+  if (lane->marked == traffic) return;
+  lane->marked = traffic;
+  host_->wire().Mark(lane->id, traffic);
 }
 
 void Peer::PostControl(Lane* lane, Control control) {

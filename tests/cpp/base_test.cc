@@ -96,6 +96,7 @@ TEST(Options, EveryOptionIsGivenBackAsItWasSet) {
                              : info.name == "wire"      ? "tls"
                              : info.name == "scheduler" ? "fair"
                              : info.name == "balancer"  ? "backlog"
+                             : info.name == "dscp"      ? "7,9"
                                                         : "7";
     Options options;
     EXPECT_NE(options.Get(info.name), text);

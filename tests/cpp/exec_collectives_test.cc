@@ -302,9 +302,9 @@ TEST_P(CollectivesTest, ReductionsOfEverySize) {
 }
 
 TEST_P(CollectivesTest, EveryDtypeAndOp) {
-  for (const DType dtype : {DType::kF32, DType::kF64, DType::kF16, DType::kBF16, DType::kI8,
-                            DType::kI16, DType::kI32, DType::kI64, DType::kU8, DType::kBool,
-                            DType::kU16, DType::kU32, DType::kU64}) {
+  for (const DType dtype :
+       {DType::kF32, DType::kF64, DType::kF16, DType::kBF16, DType::kI8, DType::kI16, DType::kI32,
+        DType::kI64, DType::kU8, DType::kBool, DType::kU16, DType::kU32, DType::kU64}) {
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProduct, ReduceOp::kMin,
                               ReduceOp::kMax, ReduceOp::kBand, ReduceOp::kBor, ReduceOp::kBxor}) {
       if (!exec::Supported(op, dtype).ok()) continue;

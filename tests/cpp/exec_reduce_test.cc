@@ -23,7 +23,7 @@ namespace {
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kAvg,  ReduceOp::kProduct, ReduceOp::kMin,
                              ReduceOp::kMax, ReduceOp::kBand, ReduceOp::kBor,     ReduceOp::kBxor};
 constexpr DType kIntegers[] = {DType::kI8, DType::kI16, DType::kI32, DType::kI64,
-                                 DType::kU8, DType::kU16, DType::kU32, DType::kU64};
+                               DType::kU8, DType::kU16, DType::kU32, DType::kU64};
 
 // A 16-bit format: fraction bits and the exponent of its smallest normal number.
 struct Format {

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <sstream>
 
 #include "absl/time/clock.h"
@@ -414,6 +415,54 @@ TEST(FailureTest, LanesAreAddedWhereTheyHelp) {
     // a segment alone takes a lane 52 ms.
     for (const LaneStats& lane : stats.lane_stats) {
       EXPECT_LT(lane.min_rtt, absl::Milliseconds(30)) << "lane " << lane.name;
+    }
+  }
+}
+
+TEST(FailureTest, UrgentTrafficHasALaneOfItsOwnUntilThatIsLost) {
+  FakeNetwork network;
+  EngineOptions options;
+  options.lanes = 3;
+  options.urgent_lane = true;
+  Pair pair(&network, options);
+  Exchange(&pair, 1);
+  const std::vector<std::byte> bulk = RandomBytes(8 << 20, 1), small = RandomBytes(60'000, 2);
+  uint64_t id = 10;
+  const auto exchange = [&] {
+    std::vector<Received> receives;
+    std::vector<Done> sends;
+    for (int i = 0; i < 12; ++i) {
+      const std::vector<std::byte>& bytes = i % 3 == 0 ? bulk : small;
+      for (const bool back : {false, true}) {
+        Node &from = back ? pair.b : pair.a, &to = back ? pair.a : pair.b;
+        receives.push_back(to.Recv(from, {kChannel, ++id}, bytes.size()));
+        sends.push_back(from.Send(to, {kChannel, id}, bytes));
+      }
+    }
+    for (Received& receive : receives) ASSERT_EQ(receive.Wait(), absl::OkStatus());
+    for (Done& send : sends) ASSERT_EQ(send.Wait(), absl::OkStatus());
+  };
+  std::map<uint32_t, uint64_t> before[2];
+  for (const bool lost : {false, true}) {
+    if (lost) network.Cut("a", "b", 0);
+    const auto whole = [&](Node& from, Node& to) {
+      const PeerStats stats = from.Stats(to);
+      return stats.lanes == 3 && stats.lanes_lost == (lost ? 1 : 0);
+    };
+    ASSERT_TRUE(Eventually([&] { return whole(pair.a, pair.b) && whole(pair.b, pair.a); }));
+    exchange();
+    for (const bool back : {false, true}) {
+      const PeerStats stats = back ? pair.b.Stats(pair.a) : pair.a.Stats(pair.b);
+      std::vector<uint64_t> sent;
+      for (const LaneStats& lane : stats.lane_stats) {
+        sent.push_back(lane.bytes_sent - before[back][lane.name]);
+        before[back][lane.name] = lane.bytes_sent;
+      }
+      ASSERT_EQ(sent.size(), 3);
+      EXPECT_GT(sent[0], 8 * small.size());
+      EXPECT_LT(sent[0], 8 * small.size() + 100'000);  // control too
+      EXPECT_GT(sent[1], bulk.size());
+      EXPECT_GT(sent[2], bulk.size());
     }
   }
 }

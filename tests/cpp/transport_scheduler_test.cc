@@ -234,6 +234,24 @@ TEST(LanePickerTest, APinnedMessageStaysOnItsLaneUntilThatIsGone) {
   EXPECT_EQ(picker.Pick(lanes, bulk, Level::kMore), 0);
 }
 
+TEST(LanePickerTest, SmallMessagesAloneTakeTheUrgentLane) {
+  OutMessage small = Short(), bulk = Bulk();
+  for (const uint64_t pin_bytes : {uint64_t{0}, kSmallBytes, uint64_t{1} << 40}) {
+    LanePicker picker(Balancer::kRateWeighted, pin_bytes);
+    std::vector<LaneView> lanes(3);
+    for (uint32_t i = 0; i < 3; ++i) lanes[i] = {i, 0, 4 * kSegment, 1e8, 0.01};
+    lanes[0].urgent = true;
+    lanes[0].rtt_s = 0.3;  // though it is the slowest
+    bulk.lane = small.lane = 99;
+    EXPECT_EQ(picker.Pick(lanes, small, Level::kSmall), 0);
+    EXPECT_EQ(picker.Pick(lanes, bulk, Level::kMore), 1);
+    EXPECT_EQ(picker.Pick(lanes, bulk, Level::kOverdue), 1);
+    lanes[1].in_flight_bytes = lanes[2].in_flight_bytes = 4 * kSegment;
+    EXPECT_EQ(picker.Pick(lanes, bulk, Level::kMore), kNoLane);
+    EXPECT_EQ(picker.Pick(lanes, small, Level::kSmall), 0);
+  }
+}
+
 TEST(LanePickerTest, TheOtherBalancers) {
   std::vector<LaneView> lanes(3);
   for (uint32_t i = 0; i < 3; ++i) lanes[i] = {i, i * kSegment, 4 * kSegment, 1e6 + 1e9 * i, 0.1};

@@ -36,6 +36,12 @@ TEST(WireChoice, ContradictionsAreRefused) {
               HasSubstr("can't be secured from inside"));
   EXPECT_THAT(Choice({{"wire", "tls"}}), HasSubstr("GEOMESH_WIRE=tls needs GEOMESH_PSK_FILE"));
   EXPECT_THAT(Choice({{"advertise", "1.2.3.4"}}), HasSubstr("GEOMESH_ADVERTISE is for wire/tls"));
+  EXPECT_EQ(Choice({{"psk_file", "/k"}, {"dscp", "46,10"}}), "tls");
+  EXPECT_THAT(Choice({{"dscp", "46,10"}}), HasSubstr("GEOMESH_DSCP is for wire/tls"));
+  for (const char* wrong : {"46", "46,64", "46,10,1", "a,b", ",", "-1,0"}) {
+    EXPECT_EQ(Choice({{"dscp", wrong}}),
+              absl::StrCat("dscp='", wrong, "': takes two numbers from 0 to 63, such as 46,10"));
+  }
   EXPECT_EQ(Choice({{"wire", "tcp"}}), "wire='tcp': takes ucx or tls");
 }
 

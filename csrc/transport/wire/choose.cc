@@ -30,12 +30,18 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeWire(const Options& options, DeviceOpt
     tls.ports = options.ports;
     tls.keys = std::move(keys);
     tls.advertise = options.advertise;
+    tls.dscp = options.dscp;
     return MakeTlsWire(std::move(tls));
   }
   if (!options.advertise.empty()) {
     return absl::InvalidArgumentError(
         "GEOMESH_ADVERTISE is for wire/tls, and there is no key or certificate: UCX's port must "
         "not be reachable through a NAT or a port forward");
+  }
+  if (options.dscp.has_value()) {
+    return absl::InvalidArgumentError(
+        "GEOMESH_DSCP is for wire/tls, and there is no key or certificate: UCX opens its sockets "
+        "itself, and does not mark them");
   }
   UcxWireOptions ucx;
   ucx.device = std::move(device);

@@ -222,6 +222,12 @@ absl::Status TlsWireImpl::Post(LaneId id, absl::Span<const std::byte> header,
   return absl::OkStatus();
 }
 
+void TlsWireImpl::Mark(LaneId id, Traffic traffic) {
+  Link* link = FindLane(id);
+  if (link == nullptr || link->fd < 0 || !options_.dscp.has_value()) return;
+  SetDscp(link->fd, traffic == Traffic::kUrgent ? options_.dscp->urgent : options_.dscp->bulk);
+}
+
 // ---- running
 
 void TlsWireImpl::PumpOutput(Link* link) {

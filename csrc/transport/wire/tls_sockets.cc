@@ -123,6 +123,12 @@ void SetLaneOptions(int fd) {
   Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 10000);  // ms
 }
 
+void SetDscp(int fd, uint8_t value) {
+  const int traffic_class = value << 2;  // the lower two bits are ECN's
+  Set(fd, IPPROTO_IP, IP_TOS, traffic_class);
+  Set(fd, IPPROTO_IPV6, IPV6_TCLASS, traffic_class);
+}
+
 absl::StatusOr<IpEndpoint> ResolveAdvertised(const std::string& text, const IpEndpoint& listening) {
   const auto split = SplitHostPort(text);
   if (!split.has_value()) {

@@ -24,6 +24,9 @@ absl::StatusOr<int> StartConnect(const Device& device, const IpEndpoint& to);
 // Small segments at once; dead paths and peers that read nothing noticed within about 10 s.
 void SetLaneOptions(int fd);
 
+// Marks what is sent from now on (RFC 2474). Hosts and networks may refuse or ignore it.
+void SetDscp(int fd, uint8_t value);
+
 // What others dial: "host", "host:port", "[v6]:port". A name is looked up here and now, and of
 // several addresses one of the device's family is taken.
 absl::StatusOr<IpEndpoint> ResolveAdvertised(const std::string& text, const IpEndpoint& listening);

@@ -36,6 +36,7 @@ class TlsWireImpl final : public TlsWire {
                               absl::Span<const std::byte> hello) override;
   absl::Status Post(LaneId lane, absl::Span<const std::byte> header,
                     absl::Span<const std::byte> payload, PostToken token) override;
+  void Mark(LaneId lane, Traffic traffic) override;
   void Close(LaneId lane) override;
   int Progress() override;
   bool Arm() override;

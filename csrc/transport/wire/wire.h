@@ -31,6 +31,9 @@ inline constexpr size_t kMaxSegmentPayloadBytes = 256 * 1024;
 inline constexpr size_t kMaxSegmentHeaderBytes = 128;
 inline constexpr size_t kMaxHelloBytes = 256;
 
+// What a lane carries, for networks that treat packets by their marks.
+enum class Traffic : uint8_t { kBulk, kUrgent };
+
 class WireEvents {
  public:
   virtual ~WireEvents() = default;
@@ -86,6 +89,9 @@ class Wire {
   // Sends one segment. The spans stay valid and unchanged until OnPosted. Never blocks.
   virtual absl::Status Post(LaneId lane, absl::Span<const std::byte> header,
                             absl::Span<const std::byte> payload, PostToken token) = 0;
+
+  // Marks what this side sends on a lane from now on, where the wire can.
+  virtual void Mark(LaneId lane, Traffic traffic) {}
 
   // Closes a lane at once. Pending segments still get their OnPosted; OnLaneLost is not called.
   virtual void Close(LaneId lane) = 0;
