@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "exec/census.h"
 #include "exec/mailbox.h"
 #include "exec/monitored_barrier.h"
@@ -436,8 +437,11 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
   // What was told is passed on as it is, so that everybody reads one origin.
   const absl::Status tell =
       told ? reason
-           : absl::Status(reason.code(), absl::StrCat(engine->DescribePeer(peers[rank]),
-                                                      " reported: ", reason.message()));
+           : absl::Status(
+                 reason.code(),
+                 absl::StrCat(
+                     engine->DescribePeer(peers[rank]), " reported: ", reason.message(),
+                     absl::FormatTime(" (at %H:%M:%E3S UTC)", absl::Now(), absl::UTCTimeZone())));
   engine->CloseChannel(channel, tell, Others());
   CloseServices(reason);
   for (const std::shared_ptr<Operation>& operation : pending) operation->EndIfIdle();

@@ -16,9 +16,10 @@
 // expects, where this rank has called what it belongs to): a deadline, a lost peer, a
 // message of a wrong size, a NaN in a sign all-reduce, Abort. The first reason wins; every pending
 // call ends with it, the group's other ranks are told and end theirs ("rank 2 on host b (eastasia)
-// reported: ..."), and later calls are refused with it. A new group must be made then: after a
-// partial operation nobody knows which messages are still on their way. A lost peer ends the group
-// when something is needed from it: ranks that left after the last operation disturb nobody.
+// reported: ... (at 18:55:26.123 UTC)"), and later calls are refused with it. A new group must be
+// made then: after a partial operation nobody knows which messages are still on their way. A lost
+// peer ends the group when something is needed from it: ranks that left after the last operation
+// disturb nobody.
 // `done` runs when nothing reads or writes the call's memory any more, also after a failure.
 //
 // Sign all-reduce. Rank r encodes with the call's rotation seed s and dithers with Mix(s, r); what

@@ -141,6 +141,13 @@ bool ProcessGroupGeoMesh::isInitialized() {
   return executor_ != nullptr;
 }
 
+namespace {
+
+// How long the end of a failed group waits for its reason to leave this process.
+constexpr absl::Duration kTellingLimit = absl::Seconds(2);
+
+}  // namespace
+
 ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
   const std::shared_ptr<void> unlocked = Unlocked();
   try {
@@ -208,7 +215,10 @@ void ProcessGroupGeoMesh::shutdown() {
   }
   lock.unlock();
 
-  // What was sent last may still be in this process; peers count on it.
+  // What was sent last may still be in this process; peers count on it. After a failure that is its
+  // reason, and who stands still must not hold the others up.
+  if (executor_ != nullptr && !executor_->health().ok())
+    deadline = std::min(deadline, absl::Now() + kTellingLimit);
   absl::Status drained;
   do {
     const absl::Time piece = absl::Now() + absl::FromChrono(kInterruptPeriod);

@@ -183,6 +183,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   // ---- memory: plain CPU memory is as good as any other ----
 
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  bool supportsTensorAlloc(c10::DeviceIndex device) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   // Virtual from torch 2.15 on. suspend() gives back what is kept for the next operations, which
   // are refused until resume(); nothing may be pending. Bytes: "used" by operations under way,

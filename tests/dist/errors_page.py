@@ -19,6 +19,7 @@ Texts = dict[str, list[str | None]]  # None: a text that only chance brings abou
 _VARYING = [
     (r"\bhost [\w.-]+", "host HOST"),
     (r"\brank \d on host HOST \(\w+\) reported:", "RANK reported:"),  # who was first
+    (r" \(at \d\d:\d\d:\d\d\.\d{3} UTC\)", ""),
     (r"interfaces present: .*", "interfaces present: THESE"),
     (r"lane \d+ to .*?: (connection lost|cannot connect)", r"lane N to PEER: \1"),
     (r"cannot connect: UCX: [^;]*", "cannot connect: UCX: REASON"),
