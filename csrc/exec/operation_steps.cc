@@ -121,8 +121,8 @@ bool Operation::BeginSend(uint32_t index) {
     const Memory source = Locate(step.src);
     bytes = {source.data, static_cast<size_t>(source.elements) * SizeOf(call_->dtype)};
   }
-  // An empty slice has no message: the other side knows its size too.
-  if (bytes.empty() && step.src.block != plan::kNoBlock) return true;
+  // An empty slice of a collective has no message: the other side knows its size too.
+  if (bytes.empty() && step.src.block != plan::kNoBlock && !point_to_point()) return true;
   state_[index] = StepState::kUnderWay;
   ++under_way_;
   group_->engine->Send(
@@ -146,7 +146,7 @@ bool Operation::BeginRecv(uint32_t index) {
     const Memory destination = Locate(step.dst);
     bytes = {destination.data, static_cast<size_t>(destination.elements) * SizeOf(call_->dtype)};
   }
-  if (bytes.empty() && step.dst.block != plan::kNoBlock) return true;
+  if (bytes.empty() && step.dst.block != plan::kNoBlock && !point_to_point()) return true;
   state_[index] = StepState::kUnderWay;
   ++under_way_;
   group_->engine->Recv(
