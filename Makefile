@@ -71,8 +71,12 @@ lint: setup ## ruff, mypy and clang-format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	@find csrc cuda tests benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu' | xargs clang-format --dry-run -Werror
 
-asan tsan: build/.debian ## the C++ tests under AddressSanitizer or ThreadSanitizer
-	@cmake -S . -B build/$@ -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DGEOMESH_SANITIZE=$(if $(filter asan,$@),address,thread) >/dev/null
+# Not wire/ucx under ThreadSanitizer: it would have to be built in UCX too.
+UCX_DIR = $(or $(GEOMESH_UCX_ROOT),$(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/libucx))))
+asan: SANITIZE = -DGEOMESH_SANITIZE=address -DGEOMESH_UCX_DIR=$(UCX_DIR)
+tsan: SANITIZE = -DGEOMESH_SANITIZE=thread
+asan tsan: setup ## the C++ tests under AddressSanitizer or ThreadSanitizer
+	@cmake -S . -B build/$@ -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo $(SANITIZE) >/dev/null
 	@cmake --build build/$@ -j $(JOBS)
 	@TSAN_OPTIONS=suppressions=$(CURDIR)/tests/tsan.supp ctest --test-dir build/$@ --output-on-failure --no-tests=error
 

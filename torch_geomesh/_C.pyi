@@ -2,11 +2,26 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
+import torch
 from torch import Tensor
-from torch.distributed import Store
-from torch.distributed import Work as _Work
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    Backend,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Store,
+)
+from torch._C._distributed_c10d import Work as _Work
 
 def option_table() -> list[dict[str, str]]: ...
 def unknown_variables(names: Sequence[str]) -> list[str]: ...
@@ -24,7 +39,7 @@ class TopologySpec:
         delay_s: Sequence[float],
     ) -> None: ...
 
-class Options:
+class Options(Backend.Options):
     topology: TopologySpec
     def __init__(self, **values: object) -> None: ...
     @property
@@ -42,8 +57,133 @@ class Work(_Work):
     @property
     def bytes_received(self) -> int: ...
 
-class ProcessGroupGeoMesh:
+class _Collectives(Backend):
+    """What c10d's backends have and PyTorch's stub of them leaves out."""
+
+    @overload
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions = ...) -> _Work: ...
+    @overload
+    def allreduce(
+        self,
+        tensors: Sequence[Tensor] | Tensor,
+        op: ReduceOp | ReduceOp.RedOpType = ...,
+        timeout: timedelta | None = None,
+    ) -> _Work: ...
+    def allreduce_coalesced(
+        self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions = ...
+    ) -> _Work: ...
+    def allreduce_sparse(
+        self, tensors: Sequence[Tensor], opts: AllreduceOptions = ...
+    ) -> _Work: ...
+    @overload
+    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions = ...) -> _Work: ...
+    @overload
+    def broadcast(self, tensor: Tensor, root: int, timeout: timedelta | None = None) -> _Work: ...
+    @overload
+    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions = ...) -> _Work: ...
+    @overload
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int,
+        op: ReduceOp | ReduceOp.RedOpType = ...,
+        timeout: timedelta = ...,
+    ) -> _Work: ...
+    @overload
+    def allgather(
+        self,
+        output_tensors: Sequence[Sequence[Tensor]],
+        input_tensors: Sequence[Tensor],
+        opts: AllgatherOptions = ...,
+    ) -> _Work: ...
+    @overload
+    def allgather(
+        self, output_tensors: Sequence[Tensor], input_tensor: Tensor, timeout: timedelta = ...
+    ) -> _Work: ...
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[Tensor]],
+        input_list: Sequence[Tensor],
+        opts: AllgatherOptions = ...,
+    ) -> _Work: ...
+    @overload
+    def gather(
+        self,
+        output_tensors: Sequence[Sequence[Tensor]],
+        input_tensors: Sequence[Tensor],
+        opts: GatherOptions = ...,
+    ) -> _Work: ...
+    @overload
+    def gather(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensor: Tensor,
+        root: int,
+        timeout: timedelta = ...,
+    ) -> _Work: ...
+    @overload
+    def scatter(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensors: Sequence[Sequence[Tensor]],
+        opts: ScatterOptions = ...,
+    ) -> _Work: ...
+    @overload
+    def scatter(
+        self,
+        output_tensor: Tensor,
+        input_tensors: Sequence[Tensor],
+        root: int,
+        timeout: timedelta = ...,
+    ) -> _Work: ...
+    @overload
+    def reduce_scatter(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensors: Sequence[Sequence[Tensor]],
+        opts: ReduceScatterOptions = ...,
+    ) -> _Work: ...
+    @overload
+    def reduce_scatter(
+        self,
+        output_tensors: Tensor,
+        input_tensor: Sequence[Tensor],
+        op: ReduceOp | ReduceOp.RedOpType = ...,
+        timeout: timedelta = ...,
+    ) -> _Work: ...
+    def alltoall(
+        self,
+        output_tensor: Sequence[Tensor],
+        input_tensor: Sequence[Tensor],
+        opts: AllToAllOptions = ...,
+    ) -> _Work: ...
+    @overload
+    def alltoall_base(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: AllToAllOptions = ...,
+    ) -> _Work: ...
+    @overload
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        timeout: timedelta = ...,
+    ) -> _Work: ...
+    def send(self, tensors: Sequence[Tensor], dst_rank: int, tag: int, /) -> _Work: ...
+    def recv(self, tensors: Sequence[Tensor], src_rank: int, tag: int, /) -> _Work: ...
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int, /) -> _Work: ...
+    def barrier(self, opts: BarrierOptions = ...) -> _Work: ...
+    def monitored_barrier(self, timeout: timedelta = ..., wait_all_ranks: bool = False) -> None: ...
+
+class ProcessGroupGeoMesh(_Collectives):
     def __init__(self, store: Store, rank: int, size: int, options: Options) -> None: ...
+    def perform_nocolor_split(self, device: torch.device) -> None: ...
     @property
     def regions(self) -> list[str]: ...
     @property

@@ -362,6 +362,11 @@ PYBIND11_MODULE(_C, m) {
           py::arg("row_elements") = std::vector<int64_t>{}, py::arg("rotate") = true,
           py::arg("residual") = py::none(), py::arg("residual_decay") = 1.0,
           py::arg("form") = "auto", py::arg("timeout") = py::none())
+      // c10d's new_group calls it on ranks that the new group leaves out, where the job's group is
+      // bound to a device. Splitting takes nothing from them here.
+      .def(
+          "perform_nocolor_split", [](ProcessGroupGeoMesh&, const at::Device&) {},
+          py::arg("device"))
       .def_property_readonly("regions", &ProcessGroupGeoMesh::regions)
       .def_property_readonly("channel", &ProcessGroupGeoMesh::channel,
                              "A number that all ranks of this group have, and no other group.")

@@ -5,14 +5,22 @@ Differentiated ones are compared with all ranks' arithmetic written as one graph
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dnn
 from ranks import run_ranks
+from small_model import batch, make_model, reference, train, weights
+from torch import nn
+
+import torch_geomesh as gm
 
 Tensors = list[torch.Tensor]
 
@@ -203,9 +211,129 @@ def compiled(backend: str) -> None:
     torch.testing.assert_close(got, torch.cat([total + r for r in range(world)]))
 
 
+def quick_inductor() -> None:
+    """Have Inductor compile as little as it can: here collectives matter, not vector code."""
+    from torch._inductor import config
+
+    config.cpp.vec_isa_ok = False  # or it tries out what the processor can, a program each
+    config.cpp_cache_precompile_headers = False  # outside its cache folder
+    config.compile_threads = 1  # no pool of processes
+
+
+def tripled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two exchanges at once, then more of their results; one kernel serves all tensors alike."""
+    group = dist.group.WORLD
+    total = funcol.all_reduce(x * 3, "sum", group)
+    gathered = funcol.all_gather_tensor(x * 3, 0, group)
+    mine = funcol.reduce_scatter_tensor(gathered * 3, "sum", 0, group)
+    return funcol.all_reduce(total * 3, "max", group) * 3, mine * 3
+
+
+def with_inductor() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    warnings.simplefilter("ignore", FutureWarning)
+    quick_inductor()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    run = torch.compile(tripled, backend="inductor", fullgraph=True)
+    for step in range(3):
+        # Large enough that an exchange is still under way when the next kernel runs.
+        give = [tensor * (step + 1) for tensor in inputs(world, 512, 33)]
+        before = give[rank].clone()
+        (largest, mine), code = run_and_get_code(run, give[rank])
+        torch.testing.assert_close(largest, 27 * sum(give))
+        torch.testing.assert_close(mine, 27 * world * give[rank])
+        assert torch.equal(give[rank], before)
+        if step == 0:
+            # What this test is for: a buffer is reduced in place, and is another tensor's after
+            # the wait.
+            (text,) = code
+            assert "_c10d_functional.all_reduce_.default(" in text, text
+            assert "_c10d_functional.wait_tensor.default(" in text, text
+            assert "# reuse" in text, text
+
+
+class OwnForward(nn.Module):
+    """The small model in a class of our own: torch's own classes are not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def compiled_training(optimize: str, backend: str) -> None:
+    """DDP around a compiled model; the compiler cuts at buckets or traces the exchange as well."""
+    from torch._dynamo.utils import counters
+
+    warnings.simplefilter("ignore", FutureWarning)
+    quick_inductor()
+    torch._dynamo.config.optimize_ddp = optimize
+    rank, world = dist.get_rank(), dist.get_world_size()
+    models = {}
+    for name in ("eager", "compiled"):
+        models[name] = nn.parallel.DistributedDataParallel(OwnForward())
+        if name == "compiled":
+            models[name].module.compile(backend=backend)
+        train(models[name], [batch(rank, step) for step in range(2)])
+    assert counters["stats"]["unique_graphs"] == 1, counters
+    torch.testing.assert_close(weights(models["compiled"]), weights(models["eager"]))
+    torch.testing.assert_close(weights(models["compiled"]), reference(world, 2))
+
+
+def compiled_with_the_sign_hook() -> None:
+    rank = dist.get_rank()
+    models, states = {}, {}
+    for name in ("eager", "compiled"):
+        models[name] = nn.parallel.DistributedDataParallel(OwnForward())
+        states[name] = gm.SignHookState()
+        models[name].register_comm_hook(states[name], gm.sign_hook)
+        if name == "compiled":
+            models[name].module.compile(backend="aot_eager")
+        train(models[name], [batch(rank, 0)])
+    for ours, eager in zip(weights(models["compiled"]), weights(models["eager"]), strict=True):
+        assert torch.equal(ours, eager)
+    # Then DDP puts gradients into buckets in the order in which they came, another one when
+    # compiled: the code is another, of as many bytes.
+    for name, model in models.items():
+        train(model, [batch(rank, 1)])
+        assert states[name].step == 2
+    assert states["compiled"].bytes_sent == states["eager"].bytes_sent > 0
+    for ours in weights(models["compiled"]):
+        everyone = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, ours)
+        assert all(torch.equal(each, ours) for each in everyone)
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler"
+)
+
+
 def test_functional_collectives() -> None:
     run_ranks(3, functional)
 
 
 def test_compiled() -> None:
     run_ranks(2, compiled, "aot_eager")
+
+
+@needs_compiler
+def test_inductor_reduces_in_place_and_reuses_buffers(tmp_path: Path) -> None:
+    run_ranks(2, with_inductor, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+
+
+@needs_compiler
+def test_a_training_step_compiled_by_inductor_equals_the_eager_one(tmp_path: Path) -> None:
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run_ranks(2, compiled_training, "ddp_optimizer", "inductor", environment=environment)
+
+
+def test_a_training_step_with_compiled_reductions_equals_the_eager_one() -> None:
+    run_ranks(2, compiled_training, "python_reducer", "aot_eager")
+
+
+def test_the_sign_hook_codes_a_compiled_models_gradients_as_the_eager_ones() -> None:
+    run_ranks(2, compiled_with_the_sign_hook)

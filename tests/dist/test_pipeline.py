@@ -10,10 +10,27 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 STAGES = 4
 MICROBATCHES = 6
+ONE_STAGE_A_RANK = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+IN_A_LOOP = {  # rank r has stages r, r + world, ...
+    "interleaved": ScheduleInterleaved1F1B,
+    "breadth first": ScheduleLoopedBFS,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+}
+THERE_AND_BACK = {  # the first rank has the first stage and the last
+    "zero bubble V": ScheduleZBVZeroBubble,
+    "dual pipe V": ScheduleDualPipeV,
+}
+SEVERAL_STAGES = IN_A_LOOP | THERE_AND_BACK
 
 
 def parts() -> list[nn.Module]:
@@ -37,14 +54,13 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def pipeline(name: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = list(range(rank, STAGES, world))
+    mine = [rank, STAGES - 1 - rank] if name in THERE_AND_BACK else range(rank, STAGES, world)
     models = {index: part for index, part in enumerate(parts()) if index in mine}
     stages = [
         PipelineStage(model, index, STAGES, torch.device("cpu")) for index, model in models.items()
     ]
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-    schedule = kind[name](
-        stages if name == "interleaved" else stages[0],
+    schedule = (ONE_STAGE_A_RANK | SEVERAL_STAGES)[name](
+        stages if name in SEVERAL_STAGES else stages[0],
         n_microbatches=MICROBATCHES,
         loss_fn=nn.functional.mse_loss,
     )
@@ -80,9 +96,19 @@ def one_stage_a_rank() -> None:
     pipeline("1f1b")
 
 
+def schedules_that_split_the_backward_pass_or_go_by_stage() -> None:
+    for name in SEVERAL_STAGES:
+        if name != "interleaved":  # which has a test of its own
+            pipeline(name)
+
+
 def test_gpipe_and_1f1b() -> None:
     run_ranks(4, one_stage_a_rank)
 
 
 def test_interleaved() -> None:
     run_ranks(2, pipeline, "interleaved")
+
+
+def test_zero_bubble_breadth_first_and_v_shaped_schedules() -> None:
+    run_ranks(2, schedules_that_split_the_backward_pass_or_go_by_stage)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
+
+from torch_geomesh.backend import backend_of
 
 
 def operations() -> None:
@@ -28,7 +33,52 @@ def operations() -> None:
     dist.barrier()
 
 
-def ranges(backend: str, record_shapes: bool) -> list[tuple[str, list[list[int]], float]]:
+def more_operations() -> None:
+    """What Gloo has under the names of other operations, or in several pieces."""
+    warnings.simplefilter("ignore", FutureWarning)  # some names are deprecated, and used
+    rank, world = dist.get_rank(), dist.get_world_size()
+    root = rank == 0
+    group = dist.group.WORLD
+    dist.all_gather_into_tensor(torch.empty(3 * world, 2), torch.ones(3, 2))
+    dist.reduce_scatter_tensor(torch.empty(5), torch.ones(5 * world))
+    pair = [torch.ones(3), torch.ones(7)]
+    dist.all_reduce_coalesced(pair)
+    dist.all_gather_coalesced([[torch.empty(3), torch.empty(7)] for _ in range(world)], pair)
+    whole = [torch.empty(3 * world), torch.empty(7 * world)]
+    group.allgather_into_tensor_coalesced(whole, pair).wait()
+    group.reduce_scatter_tensor_coalesced(pair, whole).wait()
+    with dist._coalescing_manager(async_ops=True) as several:
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(6))
+    several.wait()
+    with dist._coalescing_manager(async_ops=True) as several:
+        for tensor, gathered in zip(pair, whole, strict=True):
+            dist.all_gather_into_tensor(gathered, tensor)
+    several.wait()
+    # Rank r gives rank p 5 + 2r + p elements.
+    dist.all_to_all(
+        [torch.empty(5 + 2 * peer + rank) for peer in range(world)],
+        [torch.ones(5 + 2 * rank + peer) for peer in range(world)],
+    )
+    if root:
+        dist.send(torch.ones(11), dst=1)
+    else:
+        assert dist.recv(torch.empty(11)) == 0  # from any rank
+    peer = 1 - rank
+    exchange = [
+        dist.P2POp(dist.isend, torch.ones(13 + rank), peer),
+        dist.P2POp(dist.irecv, torch.empty(13 + peer), peer),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    out = torch.empty(109)
+    given = [torch.ones(100), torch.ones(3, 3)]
+    backend_of().sign_all_reduce(given, None, out, weight=1, rotation_seed=1).wait()
+
+
+def ranges(
+    backend: str, record_shapes: bool, operations: Callable[[], None] = operations
+) -> list[tuple[str, list[list[int]], float]]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=record_shapes) as profiler:
         operations()
     return [
@@ -61,6 +111,30 @@ def test_names_and_shapes_are_gloos() -> None:
             event[:2] for event in theirs if event[1] != [[9]]
         ]
         assert all(elapsed > 0 for *_, elapsed in mine)
+
+
+def test_single_tensor_coalesced_and_any_source_forms_have_names_and_shapes() -> None:
+    for rank, events in enumerate(run_ranks(2, ranges, "geomesh", True, more_operations)):
+        assert [event[:2] for event in events] == [
+            ("_all_gather_base", [[3, 2]]),  # under NCCL's names
+            ("_reduce_scatter_base", [[10]]),
+            ("all_reduce_coalesced", [[3], [7]]),
+            ("all_gather", [[3], [7]]),
+            # Each of several single tensors is an operation of its own.
+            ("_all_gather_base", [[3]]),
+            ("_all_gather_base", [[7]]),
+            ("_reduce_scatter_base", [[6]]),
+            ("_reduce_scatter_base", [[14]]),
+            ("all_reduce_coalesced", [[4], [6]]),
+            ("_all_gather_base", [[3]]),
+            ("_all_gather_base", [[7]]),
+            ("all_to_all", [[5 + 2 * rank], [6 + 2 * rank]]),
+            ("recvAnySource" if rank else "send", [[11]]),
+            ("send", [[13 + rank]]),
+            ("recv", [[14 - rank]]),
+            ("sign_all_reduce", [[100], [3, 3]]),
+        ]
+        assert all(elapsed > 0 for *_, elapsed in events)
 
 
 def test_no_shapes_unless_asked() -> None:

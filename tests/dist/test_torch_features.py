@@ -16,7 +16,7 @@ from versions import needs_torch
 from torch_geomesh.backend import backend_of
 
 
-def join(backend: str) -> None:
+def join(backend: str, device_id: torch.device | None = None) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     dist.init_process_group(
         backend,
@@ -24,15 +24,17 @@ def join(backend: str) -> None:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=30),
+        device_id=device_id,
     )
 
 
-def meshes_and_shards(backend: str) -> None:
+def meshes_and_shards(backend: str, device_id: torch.device | None = None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-    join(backend)
+    join(backend, device_id)
+    assert dist.group.WORLD.bound_device_id == device_id
     rank = dist.get_rank()
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
@@ -51,6 +53,12 @@ def meshes_and_shards(backend: str) -> None:
     both = distribute_tensor(whole, square, [Shard(0), Shard(1)])
     assert torch.equal(both.to_local(), whole.chunk(2)[rank // 2].chunk(2, dim=1)[rank % 2])
     assert torch.equal(both.full_tensor(), whole)
+    turned = both.redistribute(square, [Shard(1), Shard(0)])
+    assert torch.equal(turned.to_local(), whole.chunk(2, dim=1)[rank // 2].chunk(2)[rank % 2])
+    parts = DTensor.from_local(whole * 10**rank, square, [Partial(), Partial()])
+    assert torch.equal(parts.full_tensor(), whole * 1111)
+    some = parts.redistribute(square, [Shard(0), Replicate()])  # reduce-scatter, all-reduce
+    assert torch.equal(some.to_local(), whole.chunk(2)[rank // 2] * 1111)
 
     for mesh in (line, square):
         model = make_model()
@@ -66,6 +74,18 @@ def meshes_and_shards(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["geomesh", "cpu:geomesh"])
 def test_device_meshes_dtensor_and_fsdp2(backend: str) -> None:
     run_ranks(4, meshes_and_shards, backend, initialize=False)
+
+
+def bound_to_a_device(backend: str) -> None:
+    with pytest.raises(ValueError, match="valid index"):
+        join(backend, torch.device("cpu"))  # refused by PyTorch, whatever the backend
+    meshes_and_shards(backend, torch.device("cpu:0"))
+
+
+@needs_torch(15, "a CPU as device_id")
+@pytest.mark.parametrize("backend", ["geomesh", "cpu:geomesh"])
+def test_device_meshes_of_a_group_that_is_bound_to_a_device(backend: str) -> None:
+    run_ranks(4, bound_to_a_device, backend, initialize=False)
 
 
 def debug_detail() -> str:
