@@ -2,6 +2,7 @@
 //
 // Exceptions begin here: a status becomes ValueError (InvalidArgument) or RuntimeError. Calls that
 // may block let go of Python's lock.
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 #include <torch/version.h>

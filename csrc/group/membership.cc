@@ -145,6 +145,8 @@ namespace {
 
 // How long the end of a failed group waits for its reason to leave this process.
 constexpr absl::Duration kTellingLimit = absl::Seconds(2);
+// Who did not take what was sent, or is not to be waited for, is owed no long goodbye.
+constexpr absl::Duration kGoodbyeAfterTrouble = absl::Milliseconds(200);
 
 }  // namespace
 
@@ -225,6 +227,7 @@ void ProcessGroupGeoMesh::shutdown() {
     drained = process_->engine().Drain(std::min(piece, deadline));
   } while (!drained.ok() && wait_on());
   if (!drained.ok()) Log(LogLevel::kWarning, "group", drained.message());
+  if (!drained.ok() || interrupt) process_->engine().LimitGoodbye(kGoodbyeAfterTrouble);
 
   lock.lock();
   std::shared_ptr<exec::Executor> executor = std::move(executor_);

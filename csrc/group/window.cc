@@ -164,8 +164,9 @@ WindowGeoMesh::Work WindowGeoMesh::wait_signal(int64_t peer_rank, bool async_op,
   CheckPeer("wait_signal", peer_rank);
   auto op = group_->Begin("wait_signal", "geomesh:wait_signal", c10d::OpType::RECV,
                           absl::StrCat("from rank ", peer_rank));
-  const std::string name = op.work.operation;
+  const std::string operation = op.work.operation;
   auto issued = group_->LaunchService(std::move(op), opts.timeout);
+  const std::string name = absl::StrCat(operation, ", sequence ", issued.work->getSequencenumber());
   group_->executor()->WithWindows([window = window_, peer_rank, name, deadline = issued.deadline,
                                    done = std::move(issued.done)](exec::Windows& windows) mutable {
     windows.AwaitSignal(

@@ -25,7 +25,6 @@ constexpr size_t kMaxClosedChannels = 4096;
 constexpr absl::Duration kAckDelay = absl::Milliseconds(2);
 constexpr absl::Duration kBetweenRecords = absl::Seconds(1);
 constexpr absl::Duration kRefusalLinger = absl::Seconds(1);
-constexpr absl::Duration kByeLinger = absl::Seconds(3);  // peers may be short of processor time
 constexpr absl::Duration kDrainCheck = absl::Milliseconds(2);
 constexpr int kAnnounceTicks = 2;
 
@@ -173,7 +172,7 @@ void Core::Finish() {
   PumpDirty();
   channels_.clear();  // nobody is to be told of what follows
   for (const auto& peer : peers_) peer->Leave(reason);
-  const Instant deadline = std::chrono::steady_clock::now() + kByeLinger;
+  const Instant deadline = std::chrono::steady_clock::now() + goodbye_limit_;
   loop_->AddTimer(deadline, [] {});  // ends the last sleep
   while (std::chrono::steady_clock::now() < deadline &&
          !std::all_of(peers_.begin(), peers_.end(), [](const auto& p) { return p->delivered(); })) {

@@ -51,6 +51,7 @@ class Core : private WireEvents, public PeerHost {
   void OpenChannel(uint64_t channel, std::vector<PeerId> peers, Engine::ChannelEvents events);
   uint64_t AddTimer(absl::Time when, EventLoop::Work work);
   void CancelTimer(uint64_t timer) { loop_->CancelTimer(timer); }
+  void LimitGoodbye(absl::Duration limit) { goodbye_limit_ = limit; }
   // Runs `work` once every peer has everything, or at the deadline with what is missing.
   void WhenDelivered(Instant deadline, absl::AnyInvocable<void(absl::Status) &&> done);
   std::string WriteRecord() override;
@@ -119,6 +120,8 @@ class Core : private WireEvents, public PeerHost {
   std::thread thread_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> abandoned_{false};
+
+  absl::Duration goodbye_limit_ = absl::Seconds(3);  // peers may be short of processor time
 
   std::deque<EventLoop::Work> deferred_;
   std::vector<std::unique_ptr<Peer>> peers_;

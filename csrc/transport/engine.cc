@@ -78,6 +78,10 @@ absl::Status Engine::Drain(absl::Time deadline) {
   return state->Wait();
 }
 
+void Engine::LimitGoodbye(absl::Duration limit) {
+  Post([core = core_.get(), limit] { core->LimitGoodbye(limit); });
+}
+
 absl::StatusOr<PeerId> Engine::AddPeer(const PeerRecord& record) { return core_->AddPeer(record); }
 
 void Engine::Send(PeerId peer, Envelope envelope, absl::Span<const std::byte> bytes, SendDone done,

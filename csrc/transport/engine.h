@@ -199,6 +199,9 @@ class Engine {
   // with the bytes and peers that are missing. Not from the engine thread.
   absl::Status Drain(absl::Time deadline);
 
+  // How long the engine's end may wait for the peers' goodbyes from now on; 3 s by default.
+  void LimitGoodbye(absl::Duration limit);
+
   // ---- engine thread only ----
 
   // Makes a process known and starts connecting in the background: the one with the smaller uid

@@ -23,7 +23,7 @@ constexpr size_t kMaxEarlyInPlace = 16 * 1024;
 // Of channels that are not open here, too.
 constexpr size_t kMaxLeftChannels = 4096;
 
-// A message that its owner took back: why, it says in a moment.
+// A message that its owner took back, or freed: why, it says in a moment.
 constexpr absl::Duration kWhyComes = absl::Seconds(1);
 
 std::string Text(const MessageKey& key) {
@@ -108,8 +108,7 @@ void Inbox::Pull(const MessageKey& key) {
     const absl::Status gone = absl::UnavailableError(
         absl::StrCat("what ", host_->Description(),
                      " sent could not be read in its memory: ", status.message()));
-    if (!absl::IsCancelled(status)) return Fail(key, gone, 0);
-    // The channel's end, or the peer's, is on its way: the better reason.
+    // The channel's end, or the peer's, is most likely on its way: the better reason.
     host_->RunAfter(kWhyComes, [this, key, gone, lease = posted.in_place->lease] {
       const auto late = posted_.find(key);
       if (late == posted_.end() || !late->second.in_place.has_value()) return;

@@ -378,7 +378,7 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
     return absl::InvalidArgumentError("a lane that does not begin with a welcome");
   }
   ++lane->received_sequence;
-  lane->heard_at = std::chrono::steady_clock::now();
+  heard_at_ = lane->heard_at = std::chrono::steady_clock::now();
   asked_at_.reset();
   if (lane->state == Lane::State::kReady) BecomeConnected();
   GM_RETURN_IF_ERROR(HandleAck(lane, h));
@@ -581,12 +581,10 @@ PeerStats Peer::Stats(Instant now) const {
   stats.segments_sent = segments_sent_;
   stats.segments_received = segments_received_;
   stats.unexpected_bytes = inbox_.stored_bytes();
-  Instant heard{};
   absl::Duration rtt = absl::InfiniteDuration();
   for (const auto& lane : lanes_) {
     stats.delivery_bytes_per_s += lane->bytes_per_s;
     if (lane->rtt > absl::ZeroDuration()) rtt = std::min(rtt, lane->rtt);
-    heard = std::max(heard, lane->heard_at);
     LaneStats& one = stats.lane_stats.emplace_back();
     const LaneView view = lane->View(ReadyLanes());
     one.name = lane->name;
@@ -607,7 +605,7 @@ PeerStats Peer::Stats(Instant now) const {
   } else if (state_ == State::kLost) {
     stats.trouble = "lost";
   } else if (!lanes_.empty()) {
-    stats.silent = Between(heard, now);
+    stats.silent = Between(heard_at_, now);
   }
   return stats;
 }

@@ -199,6 +199,7 @@ class Peer : private Inbox::Host {
   bool said_bye_ = false;  // the peer, on some lane
   bool leaving_ = false;   // we said bye
   bool suspected_ = false;
+  Instant heard_at_;                 // when anything came last, over any lane
   std::optional<Instant> asked_at_;  // when first, since it was heard: it should answer
 
   uint32_t attempt_ = 0;

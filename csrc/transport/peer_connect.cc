@@ -137,7 +137,7 @@ bool Peer::Accept(LaneId id, int index, const Hello& hello) {
   auto lane = std::make_unique<Lane>();
   lane->id = id;
   lane->name = attempt_ << 8 | static_cast<uint32_t>(index);
-  lane->heard_at = lane->sent_at = now;
+  heard_at_ = lane->heard_at = lane->sent_at = now;
   lane->state = Lane::State::kReady;
   lane->delay_known = !hello.more;
   host_->AddLane(id, this);

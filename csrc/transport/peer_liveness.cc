@@ -289,12 +289,13 @@ void Peer::Tick(Instant now, absl::Duration late, bool announce) {
                      connect_trouble_.empty() ? "" : absl::StrCat(": ", connect_trouble_))));
     return;
   }
-  Instant heard{};
-  for (const auto& lane : lanes_) {
-    lane->heard_at += absl::ToChronoNanoseconds(late);
-    heard = std::max(heard, lane->heard_at);
-  }
-  const absl::Duration silent = Between(heard, now);
+  // Time in which this process stood still is nobody's silence; something may have come since.
+  const auto excuse = [&](Instant& heard) {
+    heard = std::min(heard + absl::ToChronoNanoseconds(late), now);
+  };
+  excuse(heard_at_);
+  for (const auto& lane : lanes_) excuse(lane->heard_at);
+  const absl::Duration silent = Between(heard_at_, now);
   if (silent >= options.dead_after) {
     Lose(absl::UnavailableError(
         absl::StrCat("lost ", Description(), ": silent for ",
