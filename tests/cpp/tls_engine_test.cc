@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "absl/synchronization/notification.h"
+#include "notification.h"
 #include "tls_testing.h"
 #include "transport/engine.h"
 
@@ -42,7 +42,7 @@ struct Node {
 };
 
 struct Result {
-  absl::Notification over;
+  Notification over;
   absl::StatusOr<size_t> value = absl::UnknownError("not over");
 
   absl::Status Wait(absl::Duration limit = absl::Seconds(60)) {

@@ -3,10 +3,8 @@
 
 #include <gtest/gtest.h>
 
-#include <condition_variable>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <random>
 #include <string>
 #include <utility>
@@ -14,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "notification.h"
 #include "transport/engine.h"
 #include "transport/wire/fake.h"
 
@@ -38,29 +37,6 @@ struct Bytes {
     return a.span.size() == b.size() &&
            (b.empty() || std::memcmp(a.span.data(), b.data(), b.size()) == 0);
   }
-};
-
-// Of the standard library's parts, which ThreadSanitizer understands without a rebuilt Abseil.
-class Notification {
- public:
-  void Notify() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    notified_ = true;
-    changed_.notify_all();
-  }
-  bool HasBeenNotified() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return notified_;
-  }
-  bool WaitForNotificationWithTimeout(absl::Duration limit) const {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return changed_.wait_for(lock, absl::ToChronoNanoseconds(limit), [this] { return notified_; });
-  }
-
- private:
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
-  bool notified_ = false;
 };
 
 // The result of a Send; waits for it.
@@ -148,10 +124,11 @@ class Node {
   Done Send(const PeerRecord& to, MessageKey key, const std::vector<std::byte>& bytes,
             uint32_t fingerprint = 0) {
     Done done;
-    engine->Post([engine = engine.get(), to, key, fingerprint, span = absl::MakeConstSpan(bytes),
-                  done]() mutable {
-      engine->Send(*engine->AddPeer(to), {key, fingerprint}, span,
-                   [done](const absl::Status& status) mutable { done.Finish(status); });
+    // Sent from a copy that lives until it is done, as the engine demands, whatever the test does.
+    auto kept = std::make_shared<const std::vector<std::byte>>(bytes);
+    engine->Post([engine = engine.get(), to, key, fingerprint, kept, done]() mutable {
+      engine->Send(*engine->AddPeer(to), {key, fingerprint}, absl::MakeConstSpan(*kept),
+                   [kept, done](const absl::Status& status) mutable { done.Finish(status); });
     });
     return done;
   }
