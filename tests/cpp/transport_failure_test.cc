@@ -461,8 +461,7 @@ TEST(FailureTest, UrgentTrafficHasALaneOfItsOwnUntilThatIsLost) {
       ASSERT_EQ(sent.size(), 3);
       EXPECT_GT(sent[0], 8 * small.size());
       EXPECT_LT(sent[0], 8 * small.size() + 100'000);  // control too
-      EXPECT_GT(sent[1], bulk.size());
-      EXPECT_GT(sent[2], bulk.size());
+      EXPECT_GT(sent[1] + sent[2], 4 * bulk.size());
     }
   }
 }
