@@ -39,8 +39,9 @@ class Bench:
     """Where the programs are, and what has been measured."""
 
     def __init__(self, build: Path, turns: int) -> None:
-        self.peer = str(next(build.rglob("transport_peer")))
-        self.sim = str(next(build.rglob("transport_sim")))
+        # Not those that a sanitizer's build may have left in a folder of its own.
+        self.peer = str(next((build / "csrc").rglob("transport_peer")))
+        self.sim = str(next((build / "csrc").rglob("transport_sim")))
         self.turns = turns
         self.rows: list[Row] = []
         self.notes: list[str] = []
