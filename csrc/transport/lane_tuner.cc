@@ -11,6 +11,10 @@ constexpr absl::Duration kShortestEpoch = absl::Milliseconds(100);
 constexpr absl::Duration kLongestEpoch = absl::Seconds(2);
 // Twice the lanes are worth keeping on if they bring so much more.
 constexpr double kWorthwhile = 1.1;
+// Where a round trip takes so long, each lane's slow start takes seconds: the first step is a large
+// one, and at once.
+constexpr absl::Duration kLongRoundTrip = absl::Milliseconds(50);
+constexpr int kLongPathLanes = 8;
 // Paths change: then it is tried again.
 constexpr absl::Duration kSettledFor = absl::Minutes(1);
 
@@ -29,6 +33,9 @@ int LaneTuner::Update(Instant now, uint64_t delivered_bytes, bool limited, absl:
   }
   if (!measuring_) {
     Begin(now, delivered_bytes);
+    if (rtt >= kLongRoundTrip && !settled_ && lanes_ < kLongPathLanes) {
+      lanes_ = std::min(kLongPathLanes, most_);
+    }
     return lanes_;
   }
   const absl::Duration epoch = std::clamp(kEpochRoundTrips * rtt, kShortestEpoch, kLongestEpoch);

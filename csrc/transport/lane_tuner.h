@@ -1,4 +1,5 @@
-// How many lanes a peer is worth: starts with few and adds while the measured throughput grows.
+// How many lanes a peer is worth: starts with few and adds while the measured throughput grows, at
+// once where the path is long.
 // Pure decisions: is told the time and what was delivered.
 #pragma once
 

@@ -453,7 +453,9 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
       Record({.what = RecordedEvent::What::kLaneUp, .lane = lane->name});
       outbox_.SetBound(std::max<uint64_t>(h.total_bytes, kMinUnexpectedBytes));
       BecomeConnected();
-      PostBare(lane, SegmentType::kHeartbeat);  // tells the other side that the lane works
+      // Tells the other side that the lane works, and finds its delay: data would take it several
+      // round trips while TCP starts slowly.
+      PostBare(lane, SegmentType::kHeartbeat, kAnswer);
       return absl::OkStatus();
     case SegmentType::kRefused:
       Lose(absl::UnavailableError(

@@ -278,13 +278,14 @@ TEST(WindowTest, AMultipleOfBandwidthTimesDelay) {
 // Drives a tuner over a network whose throughput with n lanes is rates[n].
 struct Tuned {
   LaneTuner tuner{2, 16};
+  absl::Duration rtt = absl::Milliseconds(40);
   Instant now = kStart;
   double delivered = 0;
 
   int Run(absl::Duration time, double (*bytes_per_s)(int lanes), bool limited = true) {
     for (const Instant end = now + time; now < end; now += std::chrono::milliseconds(10)) {
       delivered += 0.01 * bytes_per_s(tuner.lanes());
-      tuner.Update(now, static_cast<uint64_t>(delivered), limited, absl::Milliseconds(100));
+      tuner.Update(now, static_cast<uint64_t>(delivered), limited, rtt);
     }
     return tuner.lanes();
   }
@@ -303,11 +304,24 @@ TEST(LaneTunerTest, OnlyTimeSpentAtTheLimitCounts) {
                 absl::Seconds(10), [](int lanes) { return 1e6 * lanes; }, false),
             2);
   for (int i = 0; i < 20; ++i) {
-    tuned.Run(absl::Milliseconds(250), [](int lanes) { return 1e6 * lanes; });  // under an epoch
+    tuned.Run(absl::Milliseconds(100), [](int lanes) { return 1e6 * lanes; });  // under an epoch
     tuned.Run(
         absl::Milliseconds(10), [](int) { return 0.0; }, false);
   }
   EXPECT_EQ(tuned.tuner.lanes(), 2);
+}
+
+TEST(LaneTunerTest, LongPathsGetSeveralAtOnceWhereTheyAreTheLimit) {
+  Tuned tuned;
+  tuned.rtt = absl::Milliseconds(200);
+  const auto grows = [](int lanes) { return 1e6 * lanes; };
+  EXPECT_EQ(tuned.Run(absl::Seconds(5), grows, /*limited=*/false), 2);
+  EXPECT_EQ(tuned.Run(absl::Milliseconds(10), grows), 8);
+  EXPECT_EQ(tuned.Run(absl::Milliseconds(590), grows), 8);  // an epoch: three round trips
+  EXPECT_EQ(tuned.Run(absl::Milliseconds(30), grows), 16);
+  LaneTuner few(2, 4);
+  few.Update(kStart, 0, true, tuned.rtt);
+  EXPECT_EQ(few.lanes(), 4);
 }
 
 TEST(LaneTunerTest, TriesAgainWhenThePathMayHaveChanged) {
