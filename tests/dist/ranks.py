@@ -10,7 +10,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -170,6 +171,18 @@ def start_ranks(
     result = World(processes, pipes)
     result.store = store  # type: ignore[attr-defined]  # lives as long as the ranks
     return result
+
+
+@contextmanager
+def started(*args: Any, **options: Any) -> Iterator[World]:
+    """Start ranks, and kill those that are left: one that is stopped would never end."""
+    world = start_ranks(*args, **options)
+    try:
+        yield world
+    finally:
+        for process in world.processes:
+            process.kill()
+            process.join()
 
 
 def run_ranks(

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from provoked_errors import error_of
-from ranks import World, run_ranks, start_ranks
+from ranks import World, run_ranks, started
 from torch._C import _distributed_c10d as c10d
 from versions import TORCH_MINOR
 
@@ -282,18 +282,6 @@ class Signalled:
 
     world: World
     sent: dict[str, float]
-
-
-@contextmanager
-def started(*args: Any, **options: Any) -> Iterator[World]:
-    """Start ranks, and kill those that are left: one that is stopped would never end."""
-    world = start_ranks(*args, **options)
-    try:
-        yield world
-    finally:
-        for process in world.processes:
-            process.kill()
-            process.join()
 
 
 @contextmanager

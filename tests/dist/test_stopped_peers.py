@@ -7,8 +7,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from provoked_errors import Logged, error_of
-from ranks import World, start_ranks
+from ranks import World, started
 
 from torch_geomesh.backend import backend_of
 
@@ -38,18 +37,6 @@ def control() -> dist.Store:
     """Return the store by which the test speaks to the ranks."""
     port = int(os.environ["MASTER_PORT"])
     return dist.TCPStore(os.environ["MASTER_ADDR"], port, None, False)
-
-
-@contextmanager
-def started(*args: Any, **options: Any) -> Iterator[World]:
-    """Start ranks, and kill those that are left: one that is stopped would never end."""
-    world = start_ranks(*args, **options)
-    try:
-        yield world
-    finally:
-        for process in world.processes:
-            process.kill()
-            process.join()
 
 
 def join(port: int, rank: int, world: int, limit: timedelta) -> None:
