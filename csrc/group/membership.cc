@@ -146,6 +146,7 @@ namespace {
 // How long the end of a failed group waits for its reason to leave this process.
 constexpr absl::Duration kTellingLimit = absl::Seconds(2);
 // Who did not take what was sent, or is not to be waited for, is owed no long goodbye.
+constexpr absl::Duration kGoodbye = absl::Seconds(3);
 constexpr absl::Duration kGoodbyeAfterTrouble = absl::Milliseconds(200);
 
 }  // namespace
@@ -227,7 +228,8 @@ void ProcessGroupGeoMesh::shutdown() {
     drained = process_->engine().Drain(std::min(piece, deadline));
   } while (!drained.ok() && wait_on());
   if (!drained.ok()) Log(LogLevel::kWarning, "group", drained.message());
-  if (!drained.ok() || interrupt) process_->engine().LimitGoodbye(kGoodbyeAfterTrouble);
+  // The engine ends with its last group, so the last one's word counts.
+  process_->engine().LimitGoodbye(drained.ok() && !interrupt ? kGoodbye : kGoodbyeAfterTrouble);
 
   lock.lock();
   std::shared_ptr<exec::Executor> executor = std::move(executor_);
