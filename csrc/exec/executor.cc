@@ -73,6 +73,9 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   absl::Status Record(const absl::Status& reason);
 
   void OnEnded(Operation& operation, const absl::Status& status) override;
+  void OnStray(transport::PeerId peer, uint64_t sequence) override {
+    if (!failed) FailOverStray(peer, sequence);
+  }
   void OnFailed(Operation& operation, absl::Status cause) override {
     // A lost peer is the whole group's trouble, not this operation's.
     const bool lost = cause.code() == absl::StatusCode::kUnavailable;

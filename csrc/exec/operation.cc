@@ -23,7 +23,6 @@ bool Touches(const plan::Chunk& chunk) {
   return chunk.buffer != Buffer::kScratch && chunk.block != plan::kNoBlock;
 }
 
-bool HasSource(StepKind kind) { return kind != StepKind::kRecv; }
 bool HasDestination(StepKind kind) { return kind != StepKind::kSend; }
 
 int64_t TotalElements(absl::Span<const codec::Piece> pieces) {
@@ -218,12 +217,13 @@ void Operation::TakeScratch() {
   }
 }
 
-// AVG of half types: contributions are scaled before they are read. Those in blocks that the
-// program does not write belong to the caller and are scaled into memory of our own.
+// AVG of half types, where partial sums are rounded on their way: contributions are scaled before
+// they are read. Those in blocks that the program does not write belong to the caller and are
+// scaled into memory of our own.
 void Operation::PrepareAverage() {
   const Program& program = *call_->program;
-  scales_contributions_ =
-      call_->op == ReduceOp::kAvg && AverageScalesContributions(call_->dtype, program.world);
+  scales_contributions_ = call_->op == ReduceOp::kAvg && !program.sums_once &&
+                          AverageScalesContributions(call_->dtype, program.world);
   if (!scales_contributions_) return;
   const auto move_out = [this](Block& block) {
     const size_t bytes = static_cast<size_t>(block.elements) * SizeOf(call_->dtype);
@@ -259,7 +259,8 @@ void Operation::Start() {
   for (uint32_t i = 0; i < count; ++i) {
     waits_[i] = static_cast<uint32_t>(steps[i].after.size());
     for (const uint32_t earlier : steps[i].after) next_[filled[earlier]++] = i;
-    if (scales_contributions_ && ((HasSource(steps[i].kind) && Touches(steps[i].src)) ||
+    const auto sources = plan::SourcesOf(steps[i]);
+    if (scales_contributions_ && (std::any_of(sources.begin(), sources.end(), Touches) ||
                                   (HasDestination(steps[i].kind) && Touches(steps[i].dst)))) {
       ++waits_[i];
       held_.push_back(i);

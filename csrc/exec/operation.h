@@ -45,6 +45,8 @@ struct GroupContext {
   virtual ~GroupContext() = default;
   // Everything is done or undone, and nothing touches the call's memory any more.
   virtual void OnEnded(Operation& operation, const absl::Status& status) = 0;
+  // A message of `peer` does not fit the operation, which may have ended.
+  virtual void OnStray(transport::PeerId peer, uint64_t sequence) = 0;
   // The operation can't go on. The group stops it (and everything else) with Stop.
   virtual void OnFailed(Operation& operation, absl::Status cause) = 0;
 };
@@ -108,6 +110,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Memory Locate(const plan::Chunk& chunk) const;
   const plan::ScratchBlock* EncodedBlock(const plan::Chunk& chunk) const;
   int64_t DueBytes(const plan::Chunk& chunk) const;
+  bool IsOfEmptyBlock(const plan::Chunk& chunk) const;
+  void AwaitNothing(int rank, const transport::Envelope& envelope);
   absl::Span<const codec::Piece> pieces() const { return call_->sign->pieces; }
   codec::SignParams Params(uint32_t scratch_block) const;
   // Made, and its sum zeroed, at the first use: in the task that uses it.

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "exec/operation.h"
 
@@ -12,6 +13,7 @@ using plan::Buffer;
 using plan::Program;
 using plan::Step;
 using plan::StepKind;
+using transport::Envelope;
 
 namespace {
 
@@ -42,6 +44,28 @@ Operation::Memory Operation::Locate(const plan::Chunk& chunk) const {
       plan::SliceBounds(elements, chunk.slice, chunk.slices, call_->program->granule);
   if (range.begin == range.end) return {};
   return {data + range.begin * static_cast<int64_t>(SizeOf(call_->dtype)), range.end - range.begin};
+}
+
+// An empty slice of a block has no message: the other side knows the block's size too. One of an
+// empty block has, for which nobody waits: the other side might mean another size, and would wait
+// until its deadline.
+bool Operation::IsOfEmptyBlock(const plan::Chunk& chunk) const {
+  const plan::Chunk& like =
+      chunk.buffer == Buffer::kScratch ? call_->program->scratch[chunk.block].like : chunk;
+  return (like.buffer == Buffer::kInput ? input_ : output_)[like.block].elements == 0;
+}
+
+void Operation::AwaitNothing(int rank, const transport::Envelope& envelope) {
+  group_->engine->Recv(
+      group_->peers[rank], envelope, {},
+      [self = Self(), peer = group_->peers[rank]](const absl::StatusOr<size_t>& size) {
+        const absl::StatusCode code = size.status().code();
+        if (code == absl::StatusCode::kFailedPrecondition ||
+            code == absl::StatusCode::kInvalidArgument) {
+          self->group_->OnStray(peer, self->call_->sequence);
+        }
+      },
+      {.standing = true});
 }
 
 codec::SignParams Operation::Params(uint32_t scratch_block) const {
@@ -121,13 +145,18 @@ bool Operation::BeginSend(uint32_t index) {
     const Memory source = Locate(step.src);
     bytes = {source.data, static_cast<size_t>(source.elements) * SizeOf(call_->dtype)};
   }
-  // An empty slice of a collective has no message: the other side knows its size too.
-  if (bytes.empty() && step.src.block != plan::kNoBlock && !point_to_point()) return true;
+  const Envelope envelope{{group_->channel, call_->first_message_id + step.message},
+                          call_->fingerprint};
+  if (bytes.empty() && step.src.block != plan::kNoBlock && !point_to_point()) {
+    if (IsOfEmptyBlock(step.src)) {
+      group_->engine->Send(group_->peers[step.peer], envelope, bytes, [](const absl::Status&) {});
+    }
+    return true;
+  }
   state_[index] = StepState::kUnderWay;
   ++under_way_;
   group_->engine->Send(
-      group_->peers[step.peer],
-      {{group_->channel, call_->first_message_id + step.message}, call_->fingerprint}, bytes,
+      group_->peers[step.peer], envelope, bytes,
       [self = Self(), index, size = bytes.size()](const absl::Status& status) {
         self->OnSent(index, size, status);
       },
@@ -146,30 +175,45 @@ bool Operation::BeginRecv(uint32_t index) {
     const Memory destination = Locate(step.dst);
     bytes = {destination.data, static_cast<size_t>(destination.elements) * SizeOf(call_->dtype)};
   }
-  if (bytes.empty() && step.dst.block != plan::kNoBlock && !point_to_point()) return true;
+  const Envelope envelope{{group_->channel, call_->first_message_id + step.message},
+                          call_->fingerprint};
+  if (bytes.empty() && step.dst.block != plan::kNoBlock && !point_to_point()) {
+    if (IsOfEmptyBlock(step.dst)) AwaitNothing(step.peer, envelope);
+    return true;
+  }
   state_[index] = StepState::kUnderWay;
   ++under_way_;
   group_->engine->Recv(
-      group_->peers[step.peer],
-      {{group_->channel, call_->first_message_id + step.message}, call_->fingerprint}, bytes,
+      group_->peers[step.peer], envelope, bytes,
       [self = Self(), index](absl::StatusOr<size_t> size) { self->OnReceived(index, size); });
   return false;
 }
 
 bool Operation::BeginReduce(uint32_t index) {
   const Step& step = call_->program->steps[index];
-  const Memory dst = Locate(step.dst), src = Locate(step.src);
-  if (dst.elements != src.elements) {
-    Fail(absl::InternalError(absl::StrCat("step ", index, " of the program (", call_->program->name,
-                                          ") reduces ", src.elements, " elements into ",
-                                          dst.elements)));
-    return false;
+  const Memory dst = Locate(step.dst);
+  absl::InlinedVector<const std::byte*, 8> operands;
+  for (const plan::Chunk& chunk : step.operands) {
+    const Memory operand = Locate(chunk);
+    if (operand.elements != dst.elements) {
+      Fail(absl::InternalError(absl::StrCat("step ", index, " of the program (",
+                                            call_->program->name, ") reduces ", operand.elements,
+                                            " elements into ", dst.elements)));
+      return false;
+    }
+    operands.push_back(operand.data);
   }
-  const int64_t touched = 2 * dst.elements * static_cast<int64_t>(SizeOf(call_->dtype));
-  return Compute(index, touched, [op = call_->op, dtype = call_->dtype, dst, src] {
-    Reduce(op, dtype, dst.data, src.data, dst.elements);
-    return absl::OkStatus();
-  });
+  const int64_t touched =
+      static_cast<int64_t>(operands.size() * SizeOf(call_->dtype)) * dst.elements;
+  const int mean_of = call_->program->sums_once && call_->op == ReduceOp::kAvg
+                          ? static_cast<int>(operands.size())
+                          : 1;
+  return Compute(
+      index, touched,
+      [op = call_->op, dtype = call_->dtype, dst, operands = std::move(operands), mean_of] {
+        Reduce(op, dtype, dst.data, operands, dst.elements, mean_of);
+        return absl::OkStatus();
+      });
 }
 
 bool Operation::BeginCopy(uint32_t index) {
@@ -313,7 +357,8 @@ bool Operation::BeginFirst() {
 
 bool Operation::BeginLast() {
   const int world = call_->program->world;
-  const bool average = call_->op == ReduceOp::kAvg && AverageFinishesSum(call_->dtype, world);
+  const bool average = call_->op == ReduceOp::kAvg && !call_->program->sums_once &&
+                       AverageFinishesSum(call_->dtype, world);
   const bool residual = residual_.bytes > 0;
   if (!average && !residual) return true;
   int64_t touched = static_cast<int64_t>(residual_.bytes) * 2;

@@ -11,10 +11,26 @@
 #include "hwy/highway.h"
 // clang-format on
 
+#include <algorithm>
 #include <bit>
+#include <cstring>
 #include <type_traits>
 
 #include "exec/reduce.h"
+
+#ifndef GEOMESH_EXEC_REDUCE_MEAN
+#define GEOMESH_EXEC_REDUCE_MEAN
+namespace geomesh::exec {
+
+// How a sum becomes a mean: operands times `scale`, a power of two, are added up; the sum times
+// `factor` / `divisor` is the mean.
+struct Mean {
+  float scale = 1;
+  double factor = 1, divisor = 1;
+};
+
+}  // namespace geomesh::exec
+#endif  // GEOMESH_EXEC_REDUCE_MEAN
 
 HWY_BEFORE_NAMESPACE();
 namespace geomesh::exec {
@@ -150,140 +166,260 @@ T Combine(T a, T b) {
   }
 }
 
-template <typename Op, typename T>
-void Loop(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
-  T* HWY_RESTRICT dst = reinterpret_cast<T*>(dst_bytes);
-  const T* HWY_RESTRICT src = reinterpret_cast<const T*>(src_bytes);
-  for (int64_t i = 0; i < elements; ++i) dst[i] = Combine<Op, T>(dst[i], src[i]);
-}
+// The tile of elements that is reduced at a time: all operands' share of it fits the first cache.
+constexpr int64_t kTile = 1024;
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2 && !defined(HWY_DISABLE_F16C)
-// The processor's own conversions round alike; NaNs are made alike here. Returns how many elements
-// are done: the rest is for Loop.
-template <typename Op>
-int64_t HalfArithmetic(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
-  namespace hn = hwy::HWY_NAMESPACE;
-  const hn::ScalableTag<float> df;
-  const hn::Rebind<hwy::float16_t, decltype(df)> dh;
-  const auto sign = hn::Set(df, -0.0f);
-  const auto quiet =
-      hn::BitCast(df, hn::Set(hn::Repartition<uint32_t, decltype(df)>(), 0x7fc00000));
-  auto* HWY_RESTRICT dst = reinterpret_cast<hwy::float16_t*>(dst_bytes);
-  const auto* HWY_RESTRICT src = reinterpret_cast<const hwy::float16_t*>(src_bytes);
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
-  int64_t i = 0;
-  for (; i + lanes <= elements; i += lanes) {
-    const auto a = hn::PromoteTo(df, hn::LoadU(dh, dst + i));
-    const auto b = hn::PromoteTo(df, hn::LoadU(dh, src + i));
-    const auto result = std::is_same_v<Op, Sum> ? hn::Add(a, b) : hn::Mul(a, b);
-    const auto nan = hn::Or(hn::And(result, sign), quiet);
-    hn::StoreU(hn::DemoteTo(dh, hn::IfThenElse(hn::IsNaN(result), nan, result)), dh, dst + i);
-  }
-  return i;
-}
-template <typename Op, typename T>
-inline constexpr bool kHasHalfArithmetic = std::is_same_v<T, Half> &&
-                                           (std::is_same_v<Op, Sum> || std::is_same_v<Op, Product>);
+inline constexpr bool kConvertsHalves = true;
 #else
-template <typename Op>
-int64_t HalfArithmetic(std::byte*, const std::byte*, int64_t) {
-  return 0;
-}
-template <typename Op, typename T>
-inline constexpr bool kHasHalfArithmetic = false;
+inline constexpr bool kConvertsHalves = false;
 #endif
 
-// Loop, with the processor's own instructions where the compiler can't find them.
+// out[i] = combine(out[i], float of from[i]), with the processor's own conversions, which are
+// exact. Returns how many elements are done.
+template <typename Combine>
+int64_t WidenHalves(float* HWY_RESTRICT out, const Half* from, int64_t elements, Combine combine) {
+  if constexpr (kConvertsHalves) {
+    namespace hn = hwy::HWY_NAMESPACE;
+    const hn::ScalableTag<float> df;
+    const hn::Rebind<hwy::float16_t, decltype(df)> dh;
+    const auto* HWY_RESTRICT halves = reinterpret_cast<const hwy::float16_t*>(from);
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+    int64_t i = 0;
+    for (; i + lanes <= elements; i += lanes) {
+      const auto value = hn::PromoteTo(df, hn::LoadU(dh, halves + i));
+      hn::StoreU(combine(hn::LoadU(df, out + i), value), df, out + i);
+    }
+    return i;
+  }
+  return 0;
+}
+
+// to[i] = half of from[i]: the processor rounds as FromFloat does; NaNs are made alike here.
+int64_t NarrowToHalves(Half* to, const float* HWY_RESTRICT from, int64_t elements) {
+  if constexpr (kConvertsHalves) {
+    namespace hn = hwy::HWY_NAMESPACE;
+    const hn::ScalableTag<float> df;
+    const hn::Rebind<hwy::float16_t, decltype(df)> dh;
+    const auto sign = hn::Set(df, -0.0f);
+    const auto quiet =
+        hn::BitCast(df, hn::Set(hn::Repartition<uint32_t, decltype(df)>(), 0x7fc00000));
+    auto* HWY_RESTRICT halves = reinterpret_cast<hwy::float16_t*>(to);
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+    int64_t i = 0;
+    for (; i + lanes <= elements; i += lanes) {
+      const auto value = hn::LoadU(df, from + i);
+      const auto nan = hn::Or(hn::And(value, sign), quiet);
+      hn::StoreU(hn::DemoteTo(dh, hn::IfThenElse(hn::IsNaN(value), nan, value)), dh, halves + i);
+    }
+    return i;
+  }
+  return 0;
+}
+
+// Sums and products of halves, in float.
 template <typename Op, typename T>
-void Fastest(std::byte* dst, const std::byte* src, int64_t elements) {
-  if constexpr (kHasHalfArithmetic<Op, T>) {
-    const int64_t done = HalfArithmetic<Op>(dst, src, elements);
-    const int64_t offset = done * static_cast<int64_t>(sizeof(T));
-    Loop<Op, T>(dst + offset, src + offset, elements - done);
-  } else {
-    Loop<Op, T>(dst, src, elements);
+struct WideTile {
+  float at[kTile];
+
+  void Load(const T* HWY_RESTRICT from, int64_t n) {
+    int64_t i = 0;
+    if constexpr (std::is_same_v<T, Half>) {
+      i = WidenHalves(at, from, n, [](auto, auto value) { return value; });
+    }
+    for (; i < n; ++i) at[i] = T::ToFloat(from[i]);
+  }
+  void Combine(const T* HWY_RESTRICT from, int64_t n) {
+    int64_t i = 0;
+    if constexpr (std::is_same_v<T, Half>) {
+      i = WidenHalves(at, from, n, [](auto sum, auto value) {
+        namespace hn = hwy::HWY_NAMESPACE;
+        return std::is_same_v<Op, Sum> ? hn::Add(sum, value) : hn::Mul(sum, value);
+      });
+    }
+    for (; i < n; ++i) at[i] = Op::template Apply<float>(at[i], T::ToFloat(from[i]));
+  }
+  void Store(T* HWY_RESTRICT to, int64_t n, const Mean&) {
+    int64_t i = 0;
+    if constexpr (std::is_same_v<T, Half>) i = NarrowToHalves(to, at, n);
+    for (; i < n; ++i) to[i] = T::FromFloat(at[i]);
+  }
+};
+
+// The mean of finite values is not infinite, whatever the sum's rounding did. In double, since the
+// product may be beyond float.
+template <typename T>
+T MeanOfHalves(float sum, const Mean& mean) {
+  const float largest = T::ToFloat(T{T::kLargest});
+  const bool finite = sum - sum == 0;
+  float value = static_cast<float>(sum * mean.factor / mean.divisor);
+  value = finite && value > largest ? largest : value;
+  value = finite && value < -largest ? -largest : value;
+  return T::FromFloat(value);
+}
+
+template <typename T>
+struct MeanTile {
+  float at[kTile];
+  float scale;
+
+  void Load(const T* HWY_RESTRICT from, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) at[i] = T::ToFloat(from[i]) * scale;
+  }
+  void Combine(const T* HWY_RESTRICT from, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) at[i] += T::ToFloat(from[i]) * scale;
+  }
+  void Store(T* HWY_RESTRICT to, int64_t n, const Mean& mean) {
+    for (int64_t i = 0; i < n; ++i) to[i] = MeanOfHalves<T>(at[i], mean);
+  }
+};
+
+// Everything that is reduced in its own type.
+template <typename Op, typename T>
+struct PlainTile {
+  T at[kTile];
+
+  void Load(const T* HWY_RESTRICT from, int64_t n) {
+    std::memcpy(at, from, static_cast<size_t>(n) * sizeof(T));
+  }
+  void Combine(const T* HWY_RESTRICT from, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) at[i] = HWY_NAMESPACE::Combine<Op, T>(at[i], from[i]);
+  }
+  void Store(T* HWY_RESTRICT to, int64_t n, const Mean& mean) {
+    if constexpr (std::is_floating_point_v<T>) {
+      if (mean.divisor != 1) {
+        const T divisor = static_cast<T>(mean.divisor);
+        for (int64_t i = 0; i < n; ++i) at[i] = at[i] / divisor;
+      }
+    }
+    std::memcpy(to, at, static_cast<size_t>(n) * sizeof(T));
+  }
+};
+
+template <typename Op>
+struct BoolTile {
+  uint8_t at[kTile];
+
+  void Load(const uint8_t* HWY_RESTRICT from, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) at[i] = from[i] != 0;
+  }
+  void Combine(const uint8_t* HWY_RESTRICT from, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) at[i] = Op::template Apply<uint8_t>(at[i], from[i] != 0);
+  }
+  void Store(uint8_t* HWY_RESTRICT to, int64_t n, const Mean&) {
+    std::memcpy(to, at, static_cast<size_t>(n));
+  }
+};
+
+// A whole tile of `dst` is read before it is written, since `dst` may be an operand.
+template <typename T, typename Tile>
+void Fold(Tile tile, std::byte* dst, absl::Span<const std::byte* const> operands, int64_t elements,
+          const Mean& mean) {
+  for (int64_t begin = 0; begin < elements; begin += kTile) {
+    const int64_t n = std::min(kTile, elements - begin);
+    tile.Load(reinterpret_cast<const T*>(operands[0]) + begin, n);
+    for (size_t i = 1; i < operands.size(); ++i) {
+      tile.Combine(reinterpret_cast<const T*>(operands[i]) + begin, n);
+    }
+    tile.Store(reinterpret_cast<T*>(dst) + begin, n, mean);
   }
 }
 
-template <typename Op>
-void BoolLoop(std::byte* dst_bytes, const std::byte* src_bytes, int64_t elements) {
-  uint8_t* HWY_RESTRICT dst = reinterpret_cast<uint8_t*>(dst_bytes);
-  const uint8_t* HWY_RESTRICT src = reinterpret_cast<const uint8_t*>(src_bytes);
-  for (int64_t i = 0; i < elements; ++i) {
-    dst[i] = Op::template Apply<uint8_t>(dst[i] != 0, src[i] != 0);
+template <typename Op, typename T>
+void FoldNumbers(std::byte* dst, absl::Span<const std::byte* const> operands, int64_t elements,
+                 const Mean& mean) {
+  constexpr bool kArithmetic = std::is_same_v<Op, Sum> || std::is_same_v<Op, Product>;
+  if constexpr (kIsHalf<T> && kArithmetic) {
+    if (mean.divisor != 1) {
+      MeanTile<T> tile;
+      tile.scale = mean.scale;
+      return Fold<T>(tile, dst, operands, elements, mean);
+    }
+    return Fold<T>(WideTile<Op, T>(), dst, operands, elements, mean);
+  } else {
+    return Fold<T>(PlainTile<Op, T>(), dst, operands, elements, mean);
   }
 }
 
 template <typename T>
-void ReduceNumbers(ReduceOp op, std::byte* dst, const std::byte* src, int64_t elements) {
+void ReduceNumbers(ReduceOp op, std::byte* dst, absl::Span<const std::byte* const> operands,
+                   int64_t elements, const Mean& mean) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAvg:
-      return Fastest<Sum, T>(dst, src, elements);
+      return FoldNumbers<Sum, T>(dst, operands, elements, mean);
     case ReduceOp::kProduct:
-      return Fastest<Product, T>(dst, src, elements);
+      return FoldNumbers<Product, T>(dst, operands, elements, mean);
     case ReduceOp::kMin:
-      return Loop<Min, T>(dst, src, elements);
+      return FoldNumbers<Min, T>(dst, operands, elements, mean);
     case ReduceOp::kMax:
-      return Loop<Max, T>(dst, src, elements);
+      return FoldNumbers<Max, T>(dst, operands, elements, mean);
     case ReduceOp::kBand:
-      if constexpr (std::is_integral_v<T>) return Loop<Band, T>(dst, src, elements);
+      if constexpr (std::is_integral_v<T>) {
+        return FoldNumbers<Band, T>(dst, operands, elements, mean);
+      }
       return;
     case ReduceOp::kBor:
-      if constexpr (std::is_integral_v<T>) return Loop<Bor, T>(dst, src, elements);
+      if constexpr (std::is_integral_v<T>) {
+        return FoldNumbers<Bor, T>(dst, operands, elements, mean);
+      }
       return;
     case ReduceOp::kBxor:
-      if constexpr (std::is_integral_v<T>) return Loop<Bxor, T>(dst, src, elements);
+      if constexpr (std::is_integral_v<T>) {
+        return FoldNumbers<Bxor, T>(dst, operands, elements, mean);
+      }
       return;
   }
 }
 
-void ReduceBools(ReduceOp op, std::byte* dst, const std::byte* src, int64_t elements) {
+void ReduceBools(ReduceOp op, std::byte* dst, absl::Span<const std::byte* const> operands,
+                 int64_t elements) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kMax:
     case ReduceOp::kBor:
-      return BoolLoop<Bor>(dst, src, elements);
+      return Fold<uint8_t>(BoolTile<Bor>(), dst, operands, elements, {});
     case ReduceOp::kProduct:
     case ReduceOp::kMin:
     case ReduceOp::kBand:
-      return BoolLoop<Band>(dst, src, elements);
+      return Fold<uint8_t>(BoolTile<Band>(), dst, operands, elements, {});
     case ReduceOp::kBxor:
-      return BoolLoop<Bxor>(dst, src, elements);
+      return Fold<uint8_t>(BoolTile<Bxor>(), dst, operands, elements, {});
     case ReduceOp::kAvg:
       return;
   }
 }
 
-void ReduceOnTarget(ReduceOp op, DType dtype, std::byte* dst, const std::byte* src,
-                    int64_t elements) {
+void ReduceOnTarget(ReduceOp op, DType dtype, std::byte* dst,
+                    absl::Span<const std::byte* const> operands, int64_t elements,
+                    const Mean& mean) {
   switch (dtype) {
     case DType::kF32:
-      return ReduceNumbers<float>(op, dst, src, elements);
+      return ReduceNumbers<float>(op, dst, operands, elements, mean);
     case DType::kF64:
-      return ReduceNumbers<double>(op, dst, src, elements);
+      return ReduceNumbers<double>(op, dst, operands, elements, mean);
     case DType::kF16:
-      return ReduceNumbers<Half>(op, dst, src, elements);
+      return ReduceNumbers<Half>(op, dst, operands, elements, mean);
     case DType::kBF16:
-      return ReduceNumbers<Bfloat>(op, dst, src, elements);
+      return ReduceNumbers<Bfloat>(op, dst, operands, elements, mean);
     case DType::kI8:
-      return ReduceNumbers<int8_t>(op, dst, src, elements);
+      return ReduceNumbers<int8_t>(op, dst, operands, elements, mean);
     case DType::kI16:
-      return ReduceNumbers<int16_t>(op, dst, src, elements);
+      return ReduceNumbers<int16_t>(op, dst, operands, elements, mean);
     case DType::kI32:
-      return ReduceNumbers<int32_t>(op, dst, src, elements);
+      return ReduceNumbers<int32_t>(op, dst, operands, elements, mean);
     case DType::kI64:
-      return ReduceNumbers<int64_t>(op, dst, src, elements);
+      return ReduceNumbers<int64_t>(op, dst, operands, elements, mean);
     case DType::kU8:
-      return ReduceNumbers<uint8_t>(op, dst, src, elements);
-    case DType::kBool:
-      return ReduceBools(op, dst, src, elements);
+      return ReduceNumbers<uint8_t>(op, dst, operands, elements, mean);
     case DType::kU16:
-      return ReduceNumbers<uint16_t>(op, dst, src, elements);
+      return ReduceNumbers<uint16_t>(op, dst, operands, elements, mean);
     case DType::kU32:
-      return ReduceNumbers<uint32_t>(op, dst, src, elements);
+      return ReduceNumbers<uint32_t>(op, dst, operands, elements, mean);
     case DType::kU64:
-      return ReduceNumbers<uint64_t>(op, dst, src, elements);
+      return ReduceNumbers<uint64_t>(op, dst, operands, elements, mean);
+    case DType::kBool:
+      return ReduceBools(op, dst, operands, elements);
   }
 }
 
@@ -295,20 +431,11 @@ void ScaleHalves(std::byte* dst_bytes, const std::byte* src_bytes, int64_t eleme
   for (int64_t i = 0; i < elements; ++i) dst[i] = T::FromFloat(T::ToFloat(src[i]) * factor);
 }
 
-// data = data * factor / divisor. In double, since the product may be beyond float; a mean of
-// finite values is not infinite, whatever the sum's rounding did.
+// data = data * factor / divisor.
 template <typename T>
-void FinishHalves(std::byte* data_bytes, int64_t elements, double factor, double divisor) {
+void FinishHalves(std::byte* data_bytes, int64_t elements, const Mean& mean) {
   T* data = reinterpret_cast<T*>(data_bytes);
-  const float largest = T::ToFloat(T{T::kLargest});
-  for (int64_t i = 0; i < elements; ++i) {
-    const float sum = T::ToFloat(data[i]);
-    const bool finite = sum - sum == 0;
-    float mean = static_cast<float>(sum * factor / divisor);
-    mean = finite && mean > largest ? largest : mean;
-    mean = finite && mean < -largest ? -largest : mean;
-    data[i] = T::FromFloat(mean);
-  }
+  for (int64_t i = 0; i < elements; ++i) data[i] = MeanOfHalves<T>(T::ToFloat(data[i]), mean);
 }
 
 template <typename T>
@@ -323,16 +450,16 @@ void ScaleOnTarget(DType dtype, std::byte* dst, const std::byte* src, int64_t el
   if (dtype == DType::kBF16) return ScaleHalves<Bfloat>(dst, src, elements, factor);
 }
 
-void FinishOnTarget(DType dtype, std::byte* data, int64_t elements, double factor, int divisor) {
+void FinishOnTarget(DType dtype, std::byte* data, int64_t elements, const Mean& mean) {
   switch (dtype) {
     case DType::kF16:
-      return FinishHalves<Half>(data, elements, factor, divisor);
+      return FinishHalves<Half>(data, elements, mean);
     case DType::kBF16:
-      return FinishHalves<Bfloat>(data, elements, factor, divisor);
+      return FinishHalves<Bfloat>(data, elements, mean);
     case DType::kF32:
-      return Divide<float>(data, elements, static_cast<float>(divisor));
+      return Divide<float>(data, elements, static_cast<float>(mean.divisor));
     case DType::kF64:
-      return Divide<double>(data, elements, static_cast<double>(divisor));
+      return Divide<double>(data, elements, mean.divisor);
     default:
       return;
   }
@@ -359,9 +486,12 @@ bool IsFloating(DType dtype) {
   return IsHalf(dtype) || dtype == DType::kF32 || dtype == DType::kF64;
 }
 
-// The smallest power of two that is not below `world`.
-float ContributionScale(int world) {
-  return static_cast<float>(std::bit_ceil(static_cast<uint32_t>(world)));
+// Contributions are scaled by the smallest power of two that is not below their number.
+Mean MeanOver(int world) {
+  const double power = std::bit_ceil(static_cast<uint32_t>(world));
+  return {.scale = static_cast<float>(1 / power),
+          .factor = power,
+          .divisor = static_cast<double>(world)};
 }
 
 }  // namespace
@@ -413,8 +543,9 @@ absl::Status Supported(ReduceOp op, DType dtype) {
       absl::StrCat("reduction ", static_cast<int>(op), " of ", Name(dtype), " is unknown"));
 }
 
-void Reduce(ReduceOp op, DType dtype, std::byte* dst, const std::byte* src, int64_t elements) {
-  HWY_DYNAMIC_DISPATCH(ReduceOnTarget)(op, dtype, dst, src, elements);
+void Reduce(ReduceOp op, DType dtype, std::byte* dst, absl::Span<const std::byte* const> operands,
+            int64_t elements, int mean_of) {
+  HWY_DYNAMIC_DISPATCH(ReduceOnTarget)(op, dtype, dst, operands, elements, MeanOver(mean_of));
 }
 
 bool AverageScalesContributions(DType dtype, int world) { return world > 1 && IsHalf(dtype); }
@@ -427,11 +558,11 @@ bool AverageFinishesSum(DType dtype, int world) {
 void ScaleContribution(DType dtype, int world, std::byte* dst, const std::byte* src,
                        int64_t elements) {
   HWY_DYNAMIC_DISPATCH(ScaleOnTarget)
-  (dtype, dst, src, elements, 1.0f / ContributionScale(world));
+  (dtype, dst, src, elements, MeanOver(world).scale);
 }
 
 void FinishAverage(DType dtype, int world, std::byte* data, int64_t elements) {
-  HWY_DYNAMIC_DISPATCH(FinishOnTarget)(dtype, data, elements, ContributionScale(world), world);
+  HWY_DYNAMIC_DISPATCH(FinishOnTarget)(dtype, data, elements, MeanOver(world));
 }
 
 }  // namespace geomesh::exec

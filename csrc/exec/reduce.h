@@ -1,16 +1,15 @@
-// Element-wise reductions of two buffers, and the rule of AVG. Pure functions over memory: nothing
-// of ranks' order, messages or threads.
+// Element-wise reductions of several buffers, and the rule of AVG. Pure functions over memory:
+// nothing of ranks' order, messages or threads.
 //
 // Every vector target gives the same bits (the payload and the sign of a NaN that SUM or PRODUCT
 // makes in float32 and float64 are the one exception: they are the processor's).
 //
-// - float16, bfloat16: each pairwise reduction is done in float32 and rounded once, to nearest
-// even.
+// - float16, bfloat16: SUM and PRODUCT of all operands in float32, rounded once, to nearest even.
 // - Integers: SUM and PRODUCT wrap around.
 // - bool: any byte but 0 is true; results are 0 or 1. SUM, MAX, BOR are "or"; PRODUCT, MIN, BAND
 //   are "and"; BXOR is "exclusive or".
-// - MIN, MAX: a NaN on either side is the result (both: the left one); of equal values (+0 and -0)
-//   the left one is kept.
+// - MIN, MAX: a NaN is the result (of several: the leftmost); of equal values (+0 and -0) the
+//   leftmost is kept.
 // - BAND, BOR, BXOR: integers and bool. AVG: floating point only.
 #pragma once
 
@@ -19,6 +18,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "base/dtype.h"
 
 namespace geomesh::exec {
@@ -31,11 +31,16 @@ absl::string_view Name(ReduceOp op);
 // OK, or InvalidArgument naming both: what the group layer asks before a byte leaves.
 absl::Status Supported(ReduceOp op, DType dtype);
 
-// dst[i] = dst[i] (op) src[i]. kAvg adds, like kSum. The buffers don't overlap and are aligned for
-// the type; the pair is Supported.
-void Reduce(ReduceOp op, DType dtype, std::byte* dst, const std::byte* src, int64_t elements);
+// dst[i] = operands[0][i] (op) operands[1][i] (op) ..., from left to right; one or more operands.
+// kAvg adds, like kSum, and divides by `mean_of`: the number of operands where these are all there
+// are, 1 where the rules below do the rest; the mean of finite float16 or bfloat16 values is
+// finite. `dst` may be one of the operands; else nothing overlaps it. All are aligned for the type;
+// the pair is Supported.
+void Reduce(ReduceOp op, DType dtype, std::byte* dst, absl::Span<const std::byte* const> operands,
+            int64_t elements, int mean_of = 1);
 
-// AVG over `world` contributions without overflow in between:
+// AVG over `world` contributions where partial sums are rounded on their way, without overflow in
+// between:
 //   float16, bfloat16: every contribution is multiplied by 2^-k before the first addition, k =
 //     ceil(log2(world)), which is exact (but for results below the smallest normal number); the sum
 //     is multiplied by 2^k / world at the end, rounded once, where that is not 1: four times 30000

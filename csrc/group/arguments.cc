@@ -170,7 +170,8 @@ Reduction::Reduction(exec::Call* call, Staging* staging, const c10d::ReduceOp& o
   call->dtype =
       ToDType(c10::isComplexType(type_) ? c10::toRealValueType(type_) : type_, operation_);
   const absl::Status status = exec::Supported(call->op, call->dtype);
-  TORCH_CHECK(status.ok(), operation_, ": ", std::string(status.message()));
+  TORCH_CHECK(status.ok(), operation_, ": ", std::string(status.message()),
+              c10::isFloat8Type(type) ? " (float8 is reduced as float32)" : "");
 }
 
 // The values that this rank gives; the tensor itself where they are its own.

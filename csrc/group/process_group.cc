@@ -173,12 +173,26 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
   return issued;
 }
 
+namespace {
+
+bool SumsHalves(plan::Collective collective, const exec::Call& call) {
+  const bool reduces = collective == plan::Collective::kAllReduce ||
+                       collective == plan::Collective::kReduce ||
+                       collective == plan::Collective::kReduceScatter;
+  const bool rounds = call.op == exec::ReduceOp::kSum || call.op == exec::ReduceOp::kAvg ||
+                      call.op == exec::ReduceOp::kProduct;
+  return reduces && rounds && (call.dtype == DType::kF16 || call.dtype == DType::kBF16);
+}
+
+}  // namespace
+
 c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
                                                             std::chrono::milliseconds timeout) {
   TORCH_CHECK(timeout == c10d::kUnsetTimeout || timeout.count() > 0, operation.work.operation,
               ": the timeout must be positive, got ", timeout.count(), " ms");
   CheckOwner();
   std::lock_guard<std::mutex> lock(mutex_);
+  operation.shape.sums_halves = SumsHalves(operation.shape.collective, operation.call);
   if (estimate_s_.has_value()) return Estimate(std::move(operation));
   if (plans_ == nullptr) Throw(Usable());
   absl::StatusOr<std::shared_ptr<const plan::Program>> program = plans_->Get(operation.shape);

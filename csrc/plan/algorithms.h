@@ -104,11 +104,4 @@ std::vector<int> RingOrder(const Topology& topology, int64_t bytes_in_ring);
 void TreeBroadcast(ProgramBuilder& builder, const Chunk& chunk, const std::vector<int>& members,
                    size_t root_index);
 
-// Emits own = c0 op c1 op ... in the given order, where own is contribution `own_index` and the
-// others are `contributions` (scratch, which is used up; the entry at own_index is ignored). What
-// comes before own is reduced first and then taken from the right: own op (c0 op c1 ...); an
-// element has one owner, so no other rank evaluates it in another order.
-void ReduceInOrder(ProgramBuilder& builder, const Chunk& own, size_t own_index,
-                   const std::vector<Chunk>& contributions);
-
 }  // namespace geomesh::plan

@@ -25,8 +25,6 @@ bool SlicesOverlap(const Chunk& a, const Chunk& b) {
   return !EndsBefore(a, b) && !EndsBefore(b, a);
 }
 
-bool ReadsSource(StepKind kind) { return kind != StepKind::kRecv; }
-
 bool WritesSource(StepKind kind) {
   return kind == StepKind::kRecode || kind == StepKind::kDecodeFinish;
 }
@@ -133,29 +131,32 @@ Chunk ProgramBuilder::Scratch(ScratchKind kind, const Chunk& like, bool recoded)
 }
 
 uint32_t ProgramBuilder::Send(const Chunk& src, int peer, std::vector<uint32_t> after) {
-  return Append(StepKind::kSend, src, {}, peer, sent_[peer]++, std::move(after));
+  return Append({.kind = StepKind::kSend, .src = src, .peer = peer, .message = sent_[peer]++},
+                std::move(after));
 }
 
 uint32_t ProgramBuilder::Recv(int peer, const Chunk& dst, std::vector<uint32_t> after) {
-  return Append(StepKind::kRecv, {}, dst, peer, received_[peer]++, std::move(after));
+  return Append({.kind = StepKind::kRecv, .dst = dst, .peer = peer, .message = received_[peer]++},
+                std::move(after));
+}
+
+uint32_t ProgramBuilder::Reduce(const Chunk& dst, std::vector<Chunk> operands) {
+  return Append(
+      {.kind = StepKind::kReduce, .dst = dst, .operands = {operands.begin(), operands.end()}}, {});
 }
 
 uint32_t ProgramBuilder::Local(StepKind kind, const Chunk& dst, const Chunk& src) {
-  return Append(kind, src, dst, -1, 0, {});
+  return Append({.kind = kind, .src = src, .dst = dst}, {});
 }
 
-uint32_t ProgramBuilder::Append(StepKind kind, const Chunk& src, const Chunk& dst, int peer,
-                                uint32_t message, std::vector<uint32_t> after) {
+uint32_t ProgramBuilder::Append(Step made, std::vector<uint32_t> after) {
   const uint32_t index = static_cast<uint32_t>(program_.steps.size());
-  Step& step = program_.steps.emplace_back();
-  step.kind = kind;
-  step.src = src;
-  step.dst = dst;
-  step.peer = peer;
-  step.message = message;
+  Step& step = program_.steps.emplace_back(std::move(made));
   const bool self_copy = IsSelfCopy(collective_, program_.rank, step);
-  if (ReadsSource(kind)) Track(src, index, WritesSource(kind), self_copy, after);
-  if (WritesDestination(kind)) Track(dst, index, true, self_copy, after);
+  for (const Chunk& source : SourcesOf(step)) {
+    Track(source, index, WritesSource(step.kind), self_copy, after);
+  }
+  if (WritesDestination(step.kind)) Track(step.dst, index, true, self_copy, after);
 
   std::sort(after.begin(), after.end());
   after.erase(std::unique(after.begin(), after.end()), after.end());

@@ -32,8 +32,7 @@ inline constexpr Chunk kNothing{Buffer::kOutput, kNoBlock, 0, 1};
 // True where the two slices can share elements, for some number of elements. Both are of one block.
 bool SlicesOverlap(const Chunk& a, const Chunk& b);
 
-// What a step does to memory besides reading its source.
-bool ReadsSource(StepKind kind);
+// What a step does to memory besides reading its sources.
 bool WritesSource(StepKind kind);  // kRecode and kDecodeFinish use their accumulator up
 bool WritesDestination(StepKind kind);
 
@@ -92,7 +91,7 @@ class ProgramBuilder {
   // Each returns the step's index. `after` adds what memory does not tell.
   uint32_t Send(const Chunk& src, int peer, std::vector<uint32_t> after = {});
   uint32_t Recv(int peer, const Chunk& dst, std::vector<uint32_t> after = {});
-  uint32_t Reduce(const Chunk& dst, const Chunk& src) { return Local(StepKind::kReduce, dst, src); }
+  uint32_t Reduce(const Chunk& dst, std::vector<Chunk> operands);
   uint32_t Copy(const Chunk& dst, const Chunk& src) { return Local(StepKind::kCopy, dst, src); }
   uint32_t Encode(const Chunk& dst, const Chunk& src) { return Local(StepKind::kEncode, dst, src); }
   uint32_t DecodeAdd(const Chunk& dst, const Chunk& src) {
@@ -102,6 +101,9 @@ class ProgramBuilder {
     return Local(StepKind::kDecodeFinish, dst, src);
   }
   uint32_t Recode(const Chunk& dst, const Chunk& src) { return Local(StepKind::kRecode, dst, src); }
+
+  // The program is one of `sums_once` (program.h).
+  void SumsOnce() { program_.sums_once = true; }
 
   Program Build() && { return std::move(program_); }
 
@@ -115,8 +117,7 @@ class ProgramBuilder {
 
   Chunk Scratch(ScratchKind kind, const Chunk& like, bool recoded);
   uint32_t Local(StepKind kind, const Chunk& dst, const Chunk& src);
-  uint32_t Append(StepKind kind, const Chunk& src, const Chunk& dst, int peer, uint32_t message,
-                  std::vector<uint32_t> after);
+  uint32_t Append(Step step, std::vector<uint32_t> after);
   void Track(const Chunk& chunk, uint32_t index, bool write, bool self_copy,
              std::vector<uint32_t>& after);
 

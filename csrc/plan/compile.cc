@@ -157,6 +157,12 @@ Topology Folded(const Topology& topology, CallShape& shape) {
 // of the time.
 constexpr double kRecodeMargin = 1.25;
 
+// Rounds partial results on their way, other than once for each region.
+bool RoundsOnTheWay(Algorithm algorithm) {
+  return algorithm == RecursiveDoublingAllReduce || algorithm == RingAllReduce ||
+         algorithm == RingReduceScatter || algorithm == TreeAllReduce || algorithm == TreeReduce;
+}
+
 struct Choice {
   Algorithm algorithm;
   double seconds;
@@ -171,6 +177,7 @@ std::vector<Choice> Compare(CallShape shape, const Topology& topology) {
                   algorithm == SignExchangeByTrees)) {
       continue;
     }
+    if (shape.sums_halves && !large && RoundsOnTheWay(algorithm)) continue;
     choices.push_back({algorithm, 0});
   }
   const bool sized = shape.bytes > 0 || shape.collective == Collective::kBarrier;

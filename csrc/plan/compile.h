@@ -33,6 +33,9 @@ struct CallShape {
   int root = 0;          // kBroadcast, kReduce, kGather, kScatter; for kSendRecv: the peer
   bool sending = false;  // kSendRecv
   SignForm form = SignForm::kChosen;
+  // The call adds up (or multiplies) 16-bit floats, so each rounding of a partial result on its way
+  // costs accuracy: algorithms that sum once in each region are taken (up to 32 ranks).
+  bool sums_halves = false;
 };
 
 // Calls of the same size class get the same program: bytes up to the next power of two, or 0.

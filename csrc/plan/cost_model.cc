@@ -132,11 +132,12 @@ class Simulation {
   }
 
   double ComputeSeconds(const Program& program, const Step& step) const {
-    const double bytes = static_cast<double>(Elements(program, step.src)) * (code_ ? 4 : 1);
+    const double bytes = static_cast<double>(Elements(program, step.dst)) * (code_ ? 4 : 1);
     const auto at = [&](double bytes_per_s) { return kCosts.step_s + bytes / bytes_per_s; };
     switch (step.kind) {
       case StepKind::kReduce:
-        return at(kCosts.reduce_bytes_per_s);
+        return kCosts.step_s +
+               static_cast<double>(step.operands.size() - 1) * bytes / kCosts.reduce_bytes_per_s;
       case StepKind::kCopy:
         return at(kCosts.copy_bytes_per_s);
       case StepKind::kEncode:

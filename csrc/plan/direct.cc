@@ -24,17 +24,7 @@ std::vector<int> PeersSlowestFirst(const Topology& topology, int rank) {
   return peers;
 }
 
-void ReduceInOrder(ProgramBuilder& builder, const Chunk& own, size_t own_index,
-                   const std::vector<Chunk>& contributions) {
-  for (size_t i = 1; i < own_index; ++i) builder.Reduce(contributions[0], contributions[i]);
-  if (own_index > 0) builder.Reduce(own, contributions[0]);
-  for (size_t i = own_index + 1; i < contributions.size(); ++i) {
-    builder.Reduce(own, contributions[i]);
-  }
-}
-
-// Bytes on the wire, a rank: (world - 1) x all. Every rank reduces everything, in rank order and
-// with the same operands on the same sides: so the sum so far stays in a place of its own.
+// Bytes on the wire, a rank: (world - 1) x all. Every rank reduces everything, in rank order.
 Program DirectAllReduce(const CallShape& shape, const Topology& topology, int rank) {
   const int world = topology.world();
   ProgramBuilder builder(shape, "direct all-reduce", rank, world);
@@ -44,8 +34,8 @@ Program DirectAllReduce(const CallShape& shape, const Topology& topology, int ra
     builder.Recv(peer, contributions[peer]);
   }
   for (const int peer : PeersSlowestFirst(topology, rank)) builder.Send(Output(), peer);
-  for (int r = 1; r < world; ++r) builder.Reduce(contributions[0], contributions[r]);
-  if (rank != 0) builder.Copy(Output(), contributions[0]);
+  if (world > 1) builder.Reduce(Output(), contributions);
+  builder.SumsOnce();
   return std::move(builder).Build();
 }
 
@@ -62,16 +52,17 @@ Program DirectBroadcast(const CallShape& shape, const Topology& topology, int ra
 Program DirectReduce(const CallShape& shape, const Topology& topology, int rank) {
   const int world = topology.world();
   ProgramBuilder builder(shape, "direct reduce", rank, world);
+  builder.SumsOnce();
   if (rank != shape.root) {
     builder.Send(Output(), shape.root);
     return std::move(builder).Build();
   }
-  std::vector<Chunk> contributions(world);
+  std::vector<Chunk> contributions(world, Output());
   for (const int peer : PeersSlowestFirst(topology, rank)) {
     contributions[peer] = builder.Plain(Output());
     builder.Recv(peer, contributions[peer]);
   }
-  ReduceInOrder(builder, Output(), rank, contributions);
+  if (world > 1) builder.Reduce(Output(), contributions);
   return std::move(builder).Build();
 }
 
@@ -86,15 +77,18 @@ Program DirectAllGather(const CallShape& shape, const Topology& topology, int ra
 Program DirectReduceScatter(const CallShape& shape, const Topology& topology, int rank) {
   const int world = topology.world();
   ProgramBuilder builder(shape, "direct reduce-scatter", rank, world);
-  std::vector<Chunk> contributions(world);
+  std::vector<Chunk> contributions(world, Input(rank));
   for (const int peer : PeersSlowestFirst(topology, rank)) {
     contributions[peer] = builder.Plain(Output());
     builder.Recv(peer, contributions[peer]);
   }
   for (const int peer : PeersSlowestFirst(topology, rank)) builder.Send(Input(peer), peer);
-  // First, because the output may be the memory of input `rank`.
-  builder.Copy(Output(), Input(rank));
-  ReduceInOrder(builder, Output(), rank, contributions);
+  if (world > 1) {
+    builder.Reduce(Output(), contributions);
+  } else {
+    builder.Copy(Output(), Input(rank));
+  }
+  builder.SumsOnce();
   return std::move(builder).Build();
 }
 

@@ -27,7 +27,7 @@ Program RecursiveDoublingAllReduce(const CallShape& shape, const Topology& topol
   if (rank < 2 * pairs) {
     const Chunk upper = builder.Plain(Output());
     builder.Recv(rank + 1, upper);
-    builder.Reduce(sum, upper);
+    builder.Reduce(sum, {sum, upper});
   }
   const int index = rank < 2 * pairs ? rank / 2 : rank - pairs;
   for (int distance = 1; distance < active; distance *= 2) {
@@ -36,9 +36,9 @@ Program RecursiveDoublingAllReduce(const CallShape& shape, const Topology& topol
     builder.Recv(partner, other);
     builder.Send(sum, partner);
     if (partner > rank) {
-      builder.Reduce(sum, other);
+      builder.Reduce(sum, {sum, other});
     } else {
-      builder.Reduce(other, sum);
+      builder.Reduce(other, {other, sum});
       sum = other;
     }
   }

@@ -63,20 +63,20 @@ Program SpreadReduce(const CallShape& shape, const Topology& topology, int rank,
   const auto output = [&](size_t turn, size_t home) {
     return Output(0, turn * homes + home, turns * homes);
   };
-  // Where this rank adds up; a reduction leaves the outputs of other ranks than the root alone.
+  if (homes == 1 || homes == static_cast<size_t>(topology.world())) builder.SumsOnce();
+  // The sum so far of each slice; a reduction leaves the outputs of other ranks than the root
+  // alone.
   std::vector<Chunk> sums;
   for (size_t s = 0; s < turns * homes; ++s) sums.push_back(output(s / homes, s % homes));
   const auto sum = [&](size_t turn, size_t home) -> Chunk& { return sums[turn * homes + home]; };
-  if (!to_all && rank != shape.root) {
-    for (size_t turn = 0; turn < turns; ++turn) {
-      for (size_t home = 0; home < homes; ++home) {
-        const bool adds = mates.size() > 1 || (home == own_group && homes > 1);
-        if (groups.gate(own_group, turn) != rank || !adds) continue;
-        sum(turn, home) = builder.Plain(output(turn, home));
-        builder.Copy(sum(turn, home), output(turn, home));
-      }
+  const auto add_up = [&](size_t turn, size_t home, const std::vector<Chunk>& parts) {
+    if (parts.size() < 2) return;
+    Chunk& total = sum(turn, home);
+    if (!to_all && rank != shape.root && total == output(turn, home)) {
+      total = builder.Plain(output(turn, home));
     }
-  }
+    builder.Reduce(total, parts);
+  };
 
   // Inside the group, to the gate.
   for (size_t turn = 0; turn < turns; ++turn) {
@@ -86,25 +86,25 @@ Program SpreadReduce(const CallShape& shape, const Topology& topology, int rank,
     }
     for (const size_t home : slowest_first) {
       if (gate != rank) continue;
-      std::vector<Chunk> parts(mates.size());
+      std::vector<Chunk> parts(mates.size(), output(turn, home));
       for (size_t m = 0; m < mates.size(); ++m) {
         if (mates[m] == rank) continue;
         parts[m] = builder.Plain(output(turn, home));
         builder.Recv(mates[m], parts[m]);
       }
-      ReduceInOrder(builder, sum(turn, home), IndexOf(mates, rank), parts);
+      add_up(turn, home, parts);
     }
   }
   // Across groups, to the home.
   for (size_t turn = 0; turn < turns; ++turn) {
     if (groups.gate(own_group, turn) != rank) continue;
     for (const size_t home : far) builder.Send(sum(turn, home), groups.gate(home, turn));
-    std::vector<Chunk> parts(homes);
+    std::vector<Chunk> parts(homes, sum(turn, own_group));
     for (const size_t group : far) {
       parts[group] = builder.Plain(output(turn, own_group));
       builder.Recv(groups.gate(group, turn), parts[group]);
     }
-    ReduceInOrder(builder, sum(turn, own_group), own_group, parts);
+    add_up(turn, own_group, parts);
   }
   if (!to_all) {
     for (size_t turn = 0; turn < turns; ++turn) {
@@ -276,8 +276,8 @@ Program ReduceScatterByRegion(const CallShape& shape, const Topology& topology, 
   ProgramBuilder builder(shape, "reduce-scatter by region", rank, world);
   const size_t own_group = groups.group_of(rank);
   const std::vector<int>& mates = groups.members(own_group);
-  // First, because the output may be the memory of input `rank`.
-  builder.Copy(Output(), Input(rank));
+  if (world == 1) builder.Copy(Output(), Input(rank));
+  if (groups.size() == 1 || groups.size() == static_cast<size_t>(world)) builder.SumsOnce();
   // For other regions, through a gate, before what stays inside: the order of a pair's messages.
   std::vector<int> far_targets;
   for (const size_t group : FarGroups(topology, groups, own_group)) {
@@ -295,29 +295,27 @@ Program ReduceScatterByRegion(const CallShape& shape, const Topology& topology, 
     if (groups.gate(own_group, target) != rank) continue;
     std::vector<Chunk> parts;
     for (const int mate : mates) {
-      parts.push_back(builder.Plain(Input(target)));
-      if (mate == rank) {
-        builder.Copy(parts.back(), Input(target));
-      } else {
-        builder.Recv(mate, parts.back());
-      }
+      parts.push_back(mate == rank ? Input(target) : builder.Plain(Input(target)));
+      if (mate != rank) builder.Recv(mate, parts.back());
     }
-    for (size_t m = 1; m < parts.size(); ++m) builder.Reduce(parts[0], parts[m]);
-    builder.Send(parts[0], target);
+    Chunk sum = Input(target);
+    if (parts.size() > 1) {
+      sum = builder.Plain(Input(target));
+      builder.Reduce(sum, parts);
+    }
+    builder.Send(sum, target);
   }
   // At the target: sums of the groups before, members of the own group, sums of those after.
   std::vector<Chunk> parts;
-  size_t own_index = 0;
   for (size_t group = 0; group < groups.size(); ++group) {
     const std::vector<int> sources =
         group == own_group ? mates : std::vector<int>{groups.gate(group, rank)};
     for (const int source : sources) {
-      if (source == rank) own_index = parts.size();
-      parts.push_back(source == rank ? Output() : builder.Plain(Output()));
+      parts.push_back(source == rank ? Input(rank) : builder.Plain(Output()));
       if (source != rank) builder.Recv(source, parts.back());
     }
   }
-  ReduceInOrder(builder, Output(), own_index, parts);
+  if (parts.size() > 1) builder.Reduce(Output(), parts);
   return std::move(builder).Build();
 }
 

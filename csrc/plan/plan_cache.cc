@@ -16,16 +16,18 @@ struct Key {
   bool sending;
   int root;
   int size_class;
+  bool sums_halves;
   friend bool operator==(const Key&, const Key&) = default;
   template <typename H>
   friend H AbslHashValue(H h, const Key& k) {
-    return H::combine(std::move(h), k.collective, k.form, k.sending, k.root, k.size_class);
+    return H::combine(std::move(h), k.collective, k.form, k.sending, k.root, k.size_class,
+                      k.sums_halves);
   }
 };
 
 // What a collective ignores is the same in all its keys.
 Key KeyOf(const CallShape& shape) {
-  Key key{shape.collective, SignForm::kChosen, false, 0, 0};
+  Key key{shape.collective, SignForm::kChosen, false, 0, 0, shape.sums_halves};
   switch (shape.collective) {
     case Collective::kBarrier:
       break;

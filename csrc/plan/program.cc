@@ -96,7 +96,11 @@ std::string ToString(const Step& step) {
                             step.message);
       break;
     case StepKind::kReduce:
-      absl::StrAppendFormat(&text, "%s op= %s", ToString(step.dst), ToString(step.src));
+      absl::StrAppendFormat(
+          &text, "%s = %s", ToString(step.dst),
+          absl::StrJoin(step.operands, " op ", [](std::string* out, const Chunk& operand) {
+            out->append(ToString(operand));
+          }));
       break;
     case StepKind::kDecodeAdd:
       absl::StrAppendFormat(&text, "%s += %s", ToString(step.dst), ToString(step.src));

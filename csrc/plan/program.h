@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
+#include "absl/types/span.h"
 
 namespace geomesh::plan {
 
@@ -50,26 +51,33 @@ inline constexpr int64_t kPlainGranule = 64;
 SliceRange SliceBounds(int64_t elements, uint32_t slice, uint32_t slices, int64_t granule);
 
 enum class StepKind : uint8_t {
-  kSend,       // src -> message `message` to `peer`; done when src may be overwritten
-  kRecv,       // message `message` from `peer` -> dst
-  kReduce,     // dst = dst (op) src, element by element; the order of operands is fixed: dst on the
-               // left
-  kCopy,       // dst = src
-  kEncode,     // dst (encoded scratch) = code of src (a slice of the call's encoded source)
-  kDecodeAdd,  // accumulator dst += weight x estimate of src (encoded scratch)
+  kSend,          // src -> message `message` to `peer`; done when src may be overwritten
+  kRecv,          // message `message` from `peer` -> dst
+  kReduce,        // dst = operand 0 (op) operand 1 (op) ..., element by element, from left to right
+  kCopy,          // dst = src
+  kEncode,        // dst (encoded scratch) = code of src (a slice of the call's encoded source)
+  kDecodeAdd,     // accumulator dst += weight x estimate of src (encoded scratch)
   kDecodeFinish,  // dst = weighted mean of accumulator src
   kRecode,  // dst (encoded scratch) = code of the weighted mean of accumulator src, under a fresh
             // rotation
 };
 
 struct Step {
-  StepKind kind;
-  Chunk src;
-  Chunk dst;
-  int32_t peer = -1;                       // group rank, for kSend and kRecv
-  uint32_t message = 0;                    // counts from 0 for each ordered pair of ranks
-  absl::InlinedVector<uint32_t, 4> after;  // indices of earlier steps that must be done first
+  StepKind kind = StepKind::kCopy;
+  Chunk src = {};  // not of kRecv and kReduce
+  Chunk dst = {};
+  absl::InlinedVector<Chunk, 2> operands = {};  // kReduce: two or more; dst may be one of them
+  int32_t peer = -1;                            // group rank, for kSend and kRecv
+  uint32_t message = 0;                         // counts from 0 for each ordered pair of ranks
+  absl::InlinedVector<uint32_t, 4> after = {};  // indices of earlier steps that must be done first
 };
+
+// What a step reads.
+inline absl::Span<const Chunk> SourcesOf(const Step& step) {
+  if (step.kind == StepKind::kRecv) return {};
+  if (step.kind == StepKind::kReduce) return step.operands;
+  return absl::MakeConstSpan(&step.src, 1);
+}
 
 enum class ScratchKind : uint8_t {
   kPlain,    // as many elements as `like`, of the call's dtype
@@ -93,6 +101,10 @@ struct Program {
   uint32_t input_blocks = 0;
   uint32_t output_blocks = 1;
   int64_t granule = kPlainGranule;
+  // Every reduction is of all ranks' contributions in one step, so that a sum is rounded once
+  // however many ranks there are; else sums of some ranks are rounded on their way. Equal on all
+  // ranks.
+  bool sums_once = false;
   std::vector<ScratchBlock> scratch;
   std::vector<Step> steps;  // in an order in which every step comes after those it waits for
 };

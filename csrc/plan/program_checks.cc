@@ -98,21 +98,22 @@ absl::Status CheckProgram(const Program& program, int rank, int world) {
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const Step& step = program.steps[i];
     const bool message = step.kind == StepKind::kSend || step.kind == StepKind::kRecv;
-    for (const Chunk* chunk : {&step.src, &step.dst}) {
-      if (chunk == (step.kind == StepKind::kSend   ? &step.dst
-                    : step.kind == StepKind::kRecv ? &step.src
-                                                   : nullptr)) {
-        continue;
-      }
-      if (absl::Status status = CheckChunk(program, *chunk, true); !status.ok()) {
+    std::vector<Chunk> chunks(SourcesOf(step).begin(), SourcesOf(step).end());
+    if (WritesDestination(step.kind)) chunks.push_back(step.dst);
+    for (const Chunk& chunk : chunks) {
+      if (absl::Status status = CheckChunk(program, chunk, true); !status.ok()) {
         return Wrong(rank, i, step, std::string(status.message()));
       }
     }
-    const Place src = step.kind == StepKind::kRecv ? Place::kNothing : PlaceOf(program, step.src);
-    const Place dst = step.kind == StepKind::kSend ? Place::kNothing : PlaceOf(program, step.dst);
-    if (!PlacesFit(step.kind, src, dst)) {
-      return Wrong(rank, i, step, "operands of the wrong kind");
+    if (step.kind == StepKind::kReduce && step.operands.size() < 2) {
+      return Wrong(rank, i, step, "reduces fewer than two operands");
     }
+    const Place dst = step.kind == StepKind::kSend ? Place::kNothing : PlaceOf(program, step.dst);
+    bool fits = step.kind != StepKind::kRecv || PlacesFit(step.kind, Place::kNothing, dst);
+    for (const Chunk& source : SourcesOf(step)) {
+      fits = fits && PlacesFit(step.kind, PlaceOf(program, source), dst);
+    }
+    if (!fits) return Wrong(rank, i, step, "operands of the wrong kind");
     if (message && (step.peer < 0 || step.peer >= world || step.peer == rank)) {
       return Wrong(rank, i, step, "no such peer");
     }
@@ -186,8 +187,9 @@ absl::Status CheckRaces(Collective collective, const Program& program) {
   for (uint32_t i = 0; i < program.steps.size(); ++i) {
     const Step& step = program.steps[i];
     const bool self_copy = IsSelfCopy(collective, program.rank, step);
-    if (ReadsSource(step.kind) && step.src.block != kNoBlock) {
-      accesses[IdOf(step.src)].push_back({i, step.src, WritesSource(step.kind), self_copy});
+    for (const Chunk& source : SourcesOf(step)) {
+      if (source.block == kNoBlock) continue;
+      accesses[IdOf(source)].push_back({i, source, WritesSource(step.kind), self_copy});
     }
     if (WritesDestination(step.kind) && step.dst.block != kNoBlock) {
       accesses[IdOf(step.dst)].push_back({i, step.dst, true, self_copy});

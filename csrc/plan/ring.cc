@@ -118,7 +118,7 @@ Program RingAllReduce(const CallShape& shape, const Topology& topology, int rank
     builder.Send(slice(i - t), ring.next());
     const Chunk partial = builder.Plain(slice(i - t - 1));
     builder.Recv(ring.previous(), partial);
-    builder.Reduce(slice(i - t - 1), partial);
+    builder.Reduce(slice(i - t - 1), {slice(i - t - 1), partial});
   }
   for (int t = 0; t < world - 1; ++t) {
     builder.Send(slice(i + 1 - t), ring.next());
@@ -143,8 +143,7 @@ Program RingAllGather(const CallShape& shape, const Topology& topology, int rank
 Program RingReduceScatter(const CallShape& shape, const Topology& topology, int rank) {
   const Ring ring(topology, shape.bytes * topology.world(), rank);
   ProgramBuilder builder(shape, "ring reduce-scatter", rank, ring.world);
-  // First, because the output may be the memory of input `rank`.
-  builder.Copy(Output(), Input(rank));
+  if (ring.world == 1) builder.Copy(Output(), Input(rank));
   Chunk partial = Input(ring.at(ring.position - 1));
   for (int t = 0; t < ring.world - 1; ++t) {
     builder.Send(partial, ring.next());
@@ -152,9 +151,9 @@ Program RingReduceScatter(const CallShape& shape, const Topology& topology, int 
     partial = builder.Plain(Input(target));
     builder.Recv(ring.previous(), partial);
     if (target == rank) {
-      builder.Reduce(Output(), partial);
+      builder.Reduce(Output(), {Input(rank), partial});
     } else {
-      builder.Reduce(partial, Input(target));
+      builder.Reduce(partial, {partial, Input(target)});
     }
   }
   return std::move(builder).Build();

@@ -50,17 +50,18 @@ Program TreeBroadcast(const CallShape& shape, const Topology& topology, int rank
 namespace {
 
 // Emits the reduction of all outputs to rank 0 of the tree whose position p is rank
-// (p + root) mod world. `sum` is where this rank adds its subtree up; it holds its contribution.
+// (p + root) mod world. `sum` is where this rank adds its subtree up.
 // A subtree is a run of consecutive positions; children are added in ascending order.
 void ReduceToRoot(ProgramBuilder& builder, const Chunk& sum, int root) {
   const int world = builder.world();
   const auto rank_of = [&](int position) { return (position + root) % world; };
   const int position = (builder.rank() - root + world) % world;
+  std::vector<Chunk> parts = {Output()};
   for (const int child : Children(position, world)) {
-    const Chunk part = builder.Plain(Output());
-    builder.Recv(rank_of(child), part);
-    builder.Reduce(sum, part);
+    parts.push_back(builder.Plain(Output()));
+    builder.Recv(rank_of(child), parts.back());
   }
+  if (parts.size() > 1) builder.Reduce(sum, parts);
   if (position > 0) builder.Send(sum, rank_of(Parent(position)));
 }
 
@@ -74,7 +75,6 @@ Program TreeReduce(const CallShape& shape, const Topology& topology, int rank) {
   if (position > 0 && !Children(position, world).empty()) {
     // The output of other ranks than the root stays as it is.
     sum = builder.Plain(Output());
-    builder.Copy(sum, Output());
   }
   ReduceToRoot(builder, sum, shape.root);
   return std::move(builder).Build();

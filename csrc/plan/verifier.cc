@@ -148,22 +148,26 @@ class Execution {
   absl::Status RunLocal(StepRef at, const Step& step) {
     const RankView& view = views_[at.rank];
     if (share_ && IsSelfCopy(shape_.collective, at.rank, step)) return absl::OkStatus();
-    if (view.Elements(step.src) != view.Elements(step.dst)) {
+    for (const Chunk& source : SourcesOf(step)) {
+      if (view.Elements(source) == view.Elements(step.dst)) continue;
       return Wrong(at.rank, at.index, step,
                    absl::StrCat("operands of ", view.Elements(step.dst), " and ",
-                                view.Elements(step.src), " elements"));
+                                view.Elements(source), " elements"));
     }
     std::vector<Run> src;
-    GM_RETURN_IF_ERROR(Fetch(at, step, step.src, src));
+    GM_RETURN_IF_ERROR(Fetch(at, step, SourcesOf(step)[0], src));
     switch (step.kind) {
       case StepKind::kCopy:
         Store(at.rank, step.dst, src);
         return absl::OkStatus();
       case StepKind::kReduce: {
-        std::vector<Run> dst;
-        GM_RETURN_IF_ERROR(Fetch(at, step, step.dst, dst));
-        GM_RETURN_IF_ERROR(Combine(at, step, Form::kElement, dst, src));
-        Store(at.rank, step.dst, dst);
+        for (size_t i = 1; i < step.operands.size(); ++i) {
+          std::vector<Run> operand;
+          GM_RETURN_IF_ERROR(Fetch(at, step, step.operands[i], operand));
+          GM_RETURN_IF_ERROR(Combine(at, step, Form::kElement, src, operand));
+        }
+        GM_RETURN_IF_ERROR(CheckWhole(at, step, src));
+        Store(at.rank, step.dst, src);
         return absl::OkStatus();
       }
       case StepKind::kEncode:
@@ -192,6 +196,18 @@ class Execution {
       default:
         return absl::InternalError("not a local step");
     }
+  }
+
+  // Where the program says so, a reduction is of each rank's own contribution.
+  absl::Status CheckWhole(StepRef at, const Step& step, const std::vector<Run>& sum) {
+    const size_t world = programs_.size();
+    if (!programs_[at.rank].sums_once) return absl::OkStatus();
+    for (const Run& run : sum) {
+      if (expressions_[run.id].sources.size() == world && step.operands.size() == world) continue;
+      return Wrong(at.rank, at.index, step,
+                   "adds up some contributions only, in a program that adds up all in one step");
+    }
+    return absl::OkStatus();
   }
 
   // A code stands for the very elements that its scratch block is made for.

@@ -205,6 +205,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature(
             "AVG", YES, "op_avg", _REDUCTIONS + dist("collectives", "average_does_not_overflow")
         ),
+        Feature(
+            "float16 and bfloat16: summed in float32, rounded once",
+            UNSTATED,
+            "halves_rounded_once",
+            dist("collectives", "halves_are_summed_in_float32_and_rounded_once"),
+        ),
         Feature("BAND", NO, "op_band", _REDUCTIONS),
         Feature("BOR", NO, "op_bor", _REDUCTIONS),
         Feature("BXOR", NO, "op_bxor", _REDUCTIONS),

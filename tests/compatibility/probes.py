@@ -429,6 +429,14 @@ def op_premul_sum(rank: int, world: int) -> None:
 
 
 @probe
+def halves_rounded_once(rank: int, world: int) -> None:
+    given = torch.randn(world, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensor = given[rank].clone()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, given.float().sum(0).bfloat16())
+
+
+@probe
 def lists_of_tensors(rank: int, world: int) -> None:
     tensors = [each(9)[rank].clone() for _ in range(2)]
     default_group()._get_backend(torch.device("cpu")).allreduce(tensors).wait()

@@ -80,7 +80,8 @@ const std::byte* Bytes(const std::vector<T>& v) {
 
 template <typename T>
 std::vector<T> Reduced(ReduceOp op, DType dtype, std::vector<T> left, const std::vector<T>& right) {
-  Reduce(op, dtype, Bytes(left), Bytes(right), static_cast<int64_t>(left.size()));
+  const std::byte* operands[] = {Bytes(left), Bytes(right)};
+  Reduce(op, dtype, Bytes(left), operands, static_cast<int64_t>(left.size()));
   return left;
 }
 
@@ -143,6 +144,101 @@ TEST_P(ReduceTest, HalvesRoundOnceOverAllValues) {
       }
     }
   }
+}
+
+// Seven operands, the third of which is overwritten: float's own sum, rounded once.
+TEST_P(ReduceTest, ManyHalvesRoundOnce) {
+  std::mt19937 random(7);
+  for (const Format& f : {kHalf, kBfloat}) {
+    for (const int64_t elements : {1, 7, 1023, 1024, 1025, 5000}) {
+      std::vector<std::vector<uint16_t>> operands(7, std::vector<uint16_t>(elements));
+      for (auto& operand : operands) {
+        for (uint16_t& bits : operand) bits = random() & 0xbfff;  // below 2
+      }
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kProduct}) {
+        std::vector<std::vector<uint16_t>> given = operands;
+        std::vector<const std::byte*> from;
+        for (const auto& operand : given) from.push_back(Bytes(operand));
+        Reduce(op, f.dtype, Bytes(given[2]), from, elements);
+        for (int64_t i = 0; i < elements; ++i) {
+          float exact = static_cast<float>(Decode(f, operands[0][i]));
+          for (size_t r = 1; r < operands.size(); ++r) {
+            const float next = static_cast<float>(Decode(f, operands[r][i]));
+            exact = op == ReduceOp::kSum ? exact + next : exact * next;
+          }
+          ASSERT_EQ(given[2][i], Encode(f, exact)) << Name(op) << " " << geomesh::Name(f.dtype);
+        }
+        for (const size_t r : {0, 1, 3, 4, 5, 6}) ASSERT_EQ(given[r], operands[r]);
+      }
+    }
+  }
+}
+
+// The mean of all operands is rounded once too: what it would lose, scaled or added up in 16 bits,
+// is kept.
+TEST_P(ReduceTest, MeanOfManyHalves) {
+  std::mt19937 random(8);
+  for (const Format& f : {kHalf, kBfloat}) {
+    for (const int world : {2, 3, 5, 8, 17}) {
+      std::vector<std::vector<uint16_t>> operands(world, std::vector<uint16_t>(1030));
+      std::vector<const std::byte*> from;
+      for (auto& operand : operands) {
+        for (uint16_t& bits : operand) bits = random() & 0x83ff;  // below float16's normal numbers
+        operand[0] = f.dtype == DType::kF16 ? 0x7bff : 0x7f7f;    // the largest
+        operand[1] = 1;                                           // the smallest
+        from.push_back(Bytes(operand));
+      }
+      if (f.dtype == DType::kBF16) {
+        for (auto& operand : operands) {
+          for (size_t i = 1; i < operand.size(); ++i) operand[i] += 0x3f00;  // about 1
+        }
+      }
+      std::vector<uint16_t> mean(1030);
+      Reduce(ReduceOp::kAvg, f.dtype, Bytes(mean), from, 1030, world);
+      for (size_t i = 0; i < mean.size(); ++i) {
+        double sum = 0;
+        for (const auto& operand : operands) sum += Decode(f, operand[i]);
+        ASSERT_NEAR(Decode(f, mean[i]), Decode(f, Encode(f, sum / world)),
+                    std::ldexp(std::fabs(sum / world), -20))
+            << geomesh::Name(f.dtype) << " of " << world << " at " << i;
+      }
+    }
+  }
+}
+
+TEST_P(ReduceTest, ManyOperandsOfEachType) {
+  std::mt19937_64 random(9);
+  constexpr int64_t kElements = 2049;
+  const auto check = [&]<typename T>(T, DType dtype) {
+    std::vector<std::vector<T>> operands(5, std::vector<T>(kElements));
+    for (auto& operand : operands) {
+      for (T& value : operand) value = static_cast<T>(random() % 7);
+    }
+    for (const ReduceOp op : kOps) {
+      if (!Supported(op, dtype).ok()) continue;
+      std::vector<T> expected = operands[0];
+      for (int r = 1; r < 5; ++r) expected = Reduced(op, dtype, expected, operands[r]);
+      std::vector<const std::byte*> from;
+      for (const auto& operand : operands) from.push_back(Bytes(operand));
+      std::vector<T> result(kElements);
+      Reduce(op, dtype, Bytes(result), from, kElements);
+      EXPECT_EQ(result, expected) << Name(op) << " " << geomesh::Name(dtype);
+      if (op != ReduceOp::kAvg) continue;
+      for (T& value : expected) value = value / T{5};
+      Reduce(op, dtype, Bytes(result), from, kElements, 5);
+      EXPECT_EQ(result, expected) << "mean of " << geomesh::Name(dtype);
+    }
+  };
+  check(float{}, DType::kF32);
+  check(double{}, DType::kF64);
+  check(int8_t{}, DType::kI8);
+  check(int16_t{}, DType::kI16);
+  check(int32_t{}, DType::kI32);
+  check(int64_t{}, DType::kI64);
+  check(uint8_t{}, DType::kU8);
+  check(uint16_t{}, DType::kU16);
+  check(uint32_t{}, DType::kU32);
+  check(uint64_t{}, DType::kU64);
 }
 
 template <typename T>

@@ -71,7 +71,7 @@ sign exchange
 TEST(Choice, FlatLan) {
   EXPECT_EQ(Table(Topology::Flat(8)), R"(direct all-reduce to 64K, spread all-reduce
 direct broadcast to 128K, binomial-tree broadcast to 256K, spread broadcast
-direct reduce to 128K, spread reduce by region to 32M, spread reduce
+direct reduce to 64K, spread reduce by region to 128K, spread reduce
 direct all-gather
 direct reduce-scatter
 direct gather
@@ -370,6 +370,28 @@ TEST(PlanCache, TellsCallsApart) {
   const auto root_1 = cache.Get({.collective = Collective::kGather, .root = 1});
   EXPECT_EQ((*root_0)->output_blocks, 3);
   EXPECT_EQ((*root_1)->output_blocks, 0);
+}
+
+// 16-bit sums are rounded once, or once in each region and once across; other calls of the same
+// size keep the programs that are quicker.
+TEST(PlanCache, SumsOfHalvesHaveProgramsOfTheirOwn) {
+  PlanCache cache(EqualRegions({0, 0, 0, 0, 1, 1, 1, 1}, 2, 1, 100), 0);
+  CallShape shape{.collective = Collective::kAllReduce, .bytes = 1 << 15};
+  EXPECT_EQ((*cache.Get(shape))->name, "recursive-doubling all-reduce");
+  shape.sums_halves = true;
+  EXPECT_EQ((*cache.Get(shape))->name, "direct all-reduce");
+  EXPECT_TRUE((*cache.Get(shape))->sums_once);
+  shape.bytes = 1 << 24;
+  EXPECT_EQ((*cache.Get(shape))->name, "spread all-reduce by region");
+  EXPECT_FALSE((*cache.Get(shape))->sums_once);
+  const Topology flat = Topology::Flat(8);
+  for (const Collective collective :
+       {Collective::kAllReduce, Collective::kReduce, Collective::kReduceScatter}) {
+    for (int64_t bytes = 1024; bytes <= int64_t{1} << 30; bytes *= 2) {
+      const CallShape call{.collective = collective, .bytes = bytes, .sums_halves = true};
+      EXPECT_TRUE(Compile(call, flat, 3)->sums_once) << Name(collective) << " of " << bytes;
+    }
+  }
 }
 
 TEST(PlanCache, ErrorsAreNotRemembered) {

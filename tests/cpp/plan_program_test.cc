@@ -127,9 +127,10 @@ TEST(Builder, DependenciesFollowFromMemory) {
   const Chunk tmp = builder.Plain(Output());
   const uint32_t recv = builder.Recv(1, tmp);
   const uint32_t send = builder.Send(Output(), 1);
-  const uint32_t half = builder.Reduce(Output(0, 0, 2), {tmp.buffer, tmp.block, 0, 2});
+  const Chunk tmp_half{tmp.buffer, tmp.block, 0, 2};
+  const uint32_t half = builder.Reduce(Output(0, 0, 2), {Output(0, 0, 2), tmp_half});
   const uint32_t other = builder.Send(Output(0, 1, 2), 1);
-  const uint32_t all = builder.Reduce(Output(), tmp);
+  const uint32_t all = builder.Reduce(Output(), {tmp, Output()});
   const Program program = std::move(builder).Build();
   EXPECT_THAT(program.steps[recv].after, ElementsAre());
   EXPECT_THAT(program.steps[send].after, ElementsAre());
@@ -203,8 +204,7 @@ TEST(ToString, NamesEverything) {
             "  tmp[1]: plain like out[0]\n"
             "   0  recv          tmp[0] <- rank 2 #0\n"
             "   1  recv          tmp[1] <- rank 0 #0\n"
-            "   2  reduce        out[0] op= tmp[1]  after 1\n"
-            "   3  reduce        out[0] op= tmp[0]  after 0,2\n");
+            "   2  reduce        out[0] = tmp[1] op out[0] op tmp[0]  after 0,1\n");
 }
 
 }  // namespace

@@ -127,6 +127,8 @@ TEST(EveryCall, OfRandomTopologiesIsRight) {
   }
 }
 
+constexpr VerifySizes kSizes{50000};
+
 // ---- What the errors say ----
 
 Program Empty(Collective collective, int rank, int world) {
@@ -136,10 +138,33 @@ Program Empty(Collective collective, int rank, int world) {
 TEST(Errors, NameRankAndStep) {
   const CallShape shape{.collective = Collective::kAllReduce};
   std::vector<Program> programs = ForAllRanks(DirectAllReduce, shape, Topology::Flat(2));
-  programs[1].steps[2].after.clear();
+  programs[1].steps[2].after = {1};
+  EXPECT_EQ(
+      Verify(shape, programs, {}).message(),
+      "rank 1, step 2 (reduce        out[0] = tmp[0] op out[0]  after 1): may run at the same "
+      "time as step 0 (recv          tmp[0] <- rank 0 #0), on the same elements");
+}
+
+TEST(Errors, AReductionOfOneOperand) {
+  const CallShape shape{.collective = Collective::kAllReduce};
+  std::vector<Program> programs = ForAllRanks(DirectAllReduce, shape, Topology::Flat(2));
+  programs[1].steps[2].operands.resize(1);
   EXPECT_EQ(Verify(shape, programs, {}).message(),
-            "rank 1, step 2 (reduce        tmp[0] op= out[0]): may run at the same time as step 0 "
-            "(recv          tmp[0] <- rank 0 #0), on the same elements");
+            "rank 1, step 2 (reduce        out[0] = tmp[0]  after 0,1): reduces fewer than two "
+            "operands");
+}
+
+// A program that says that a sum is rounded once must not round on the way.
+TEST(Errors, SumsOfSumsWhereAllIsAddedAtOnce) {
+  const CallShape shape{.collective = Collective::kAllReduce, .bytes = 1 << 20};
+  for (const Algorithm algorithm : {RingAllReduce, TreeAllReduce, RecursiveDoublingAllReduce}) {
+    std::vector<Program> programs = ForAllRanks(algorithm, shape, Topology::Flat(4));
+    EXPECT_TRUE(Verify(shape, programs, kSizes).ok());
+    for (Program& program : programs) program.sums_once = true;
+    EXPECT_THAT(Verify(shape, programs, kSizes).message(),
+                HasSubstr("adds up some contributions only"))
+        << programs[0].name;
+  }
 }
 
 // Both ranks add up the same two contributions, but each with its own on the left.
@@ -151,7 +176,7 @@ TEST(Errors, AnotherOrderOnAnotherRank) {
     const Chunk other = builder.Plain(Output());
     builder.Recv(1 - rank, other);
     builder.Send(Output(), 1 - rank);
-    builder.Reduce(Output(), other);
+    builder.Reduce(Output(), {Output(), other});
     programs.push_back(std::move(builder).Build());
   }
   EXPECT_EQ(Verify(shape, programs, {}).message(),
@@ -259,7 +284,15 @@ std::vector<Call> Calls(int world) {
   return calls;
 }
 
-constexpr VerifySizes kSizes{50000};
+// What a step reads and writes.
+template <typename AnyStep>
+auto ChunksOf(AnyStep& step) {
+  std::vector<decltype(&step.dst)> chunks;
+  if (WritesDestination(step.kind)) chunks.push_back(&step.dst);
+  for (auto& operand : step.operands) chunks.push_back(&operand);
+  if (step.kind != StepKind::kRecv && step.kind != StepKind::kReduce) chunks.push_back(&step.src);
+  return chunks;
+}
 
 // Removes step `index`; those that waited for it wait for what it waited for, so that only the step
 // itself is missing.
@@ -347,6 +380,7 @@ TEST(Damage, AnyReductionDoneTwiceIsFound) {
           for (uint32_t& a : steps[j].after) a += a >= i ? 1 : 0;
         }
         again.after = {i};
+        if (again.kind == StepKind::kReduce) again.operands[0] = again.dst;
         steps.insert(steps.begin() + i + 1, again);
         EXPECT_THAT(Verify(call.shape, damaged, kSizes).message(),
                     AllOf(HasSubstr("counts a contribution twice"),
@@ -364,11 +398,10 @@ TEST(Damage, AnyOtherSliceIsFound) {
   for (const Call& call : Calls(4)) {
     for (size_t r = 0; r < call.programs.size(); ++r) {
       for (uint32_t i = 0; i < call.programs[r].steps.size(); ++i) {
-        for (const bool source : {true, false}) {
+        for (size_t c = 0; c < ChunksOf(call.programs[r].steps[i]).size(); ++c) {
           std::vector<Program> damaged = call.programs;
           Step& step = damaged[r].steps[i];
-          if (source ? !ReadsSource(step.kind) : !WritesDestination(step.kind)) continue;
-          Chunk& chunk = source ? step.src : step.dst;
+          Chunk& chunk = *ChunksOf(step)[c];
           if (chunk.slices == 1) continue;
           chunk.slice = (chunk.slice + 1) % chunk.slices;
           EXPECT_FALSE(Verify(call.shape, damaged, kSizes).ok())
@@ -387,11 +420,10 @@ TEST(Damage, AnyOtherBlockIsFound) {
     for (size_t r = 0; r < call.programs.size(); ++r) {
       const Program& program = call.programs[r];
       for (uint32_t i = 0; i < program.steps.size(); ++i) {
-        for (const bool source : {true, false}) {
+        for (size_t c = 0; c < ChunksOf(call.programs[r].steps[i]).size(); ++c) {
           std::vector<Program> damaged = call.programs;
           Step& step = damaged[r].steps[i];
-          if (source ? !ReadsSource(step.kind) : !WritesDestination(step.kind)) continue;
-          Chunk& chunk = source ? step.src : step.dst;
+          Chunk& chunk = *ChunksOf(step)[c];
           const uint32_t blocks = chunk.buffer == Buffer::kInput    ? program.input_blocks
                                   : chunk.buffer == Buffer::kOutput ? program.output_blocks
                                                                     : program.scratch.size();

@@ -254,6 +254,39 @@ def test_average_does_not_overflow() -> None:
     run_ranks(4, averages)
 
 
+def sums_of_halves() -> list[int]:
+    """All that 16-bit floats lose is one rounding of float32's sum in rank order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    digests = []
+    for dtype in (torch.float16, torch.bfloat16):
+        for size in (1, 7, 1000, 66_000, 1_000_003):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT):
+                generator = torch.Generator().manual_seed(size)
+                given = torch.randn(world, world, size, generator=generator).to(dtype)
+                given[:, :, ::3] *= 2**-14  # means below float16's normal numbers
+                exact = given[0].float()
+                for one in given[1:]:
+                    exact = exact * one.float() if op == dist.ReduceOp.PRODUCT else exact + one
+                want = (exact / world if op == dist.ReduceOp.AVG else exact).to(dtype)
+                tensor = given[rank, 0].clone()
+                dist.all_reduce(tensor, op)
+                assert torch.equal(tensor, want[0]), (dtype, size, op)
+                digests.append(hash(tuple(tensor[:100].tolist())))
+                tensor = given[rank, 0].clone()
+                dist.reduce(tensor, 1, op)
+                assert torch.equal(tensor, want[0] if rank == 1 else given[rank, 0])
+                part = torch.empty(size, dtype=dtype)
+                dist.reduce_scatter_tensor(part, given[rank].flatten(), op)
+                assert torch.equal(part, want[rank]), (dtype, size, op)
+    return digests
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_halves_are_summed_in_float32_and_rounded_once(world: int) -> None:
+    first, *others = run_ranks(world, sums_of_halves)
+    assert all(other == first for other in others)
+
+
 def futures_and_order() -> list[float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((1000,), float(rank + i)) for i in range(20)]

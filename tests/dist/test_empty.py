@@ -28,10 +28,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def sent() -> tuple[int, int]:
-    """Return the bytes and the segments that went to all peers so far: data, no control."""
-    stats = gm.stats()
-    return sum(s["bytes_sent"] for s in stats), sum(s["segments_sent"] for s in stats)
+def sent() -> int:
+    """Return the bytes that went to all peers so far: data, no control."""
+    return sum(s["bytes_sent"] for s in gm.stats())
 
 
 def sequence() -> int:
@@ -123,8 +122,8 @@ def run_collectives() -> int:
     return sequence()
 
 
-def nothing_is_sent() -> int:
-    """Rank by rank: nobody waits for anybody, as there is nothing to wait for."""
+def no_bytes_are_sent() -> int:
+    """Rank by rank: nobody waits for anybody, as there is nothing to wait for (as with Gloo)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = c10d._get_default_store()
     if rank > 0:
@@ -185,9 +184,63 @@ def test_every_collective_keeps_the_shape_and_is_one_operation() -> None:
     assert others == [first] * 2
 
 
-def test_nothing_is_sent_and_nobody_waits() -> None:
-    first, *others = run_ranks(3, nothing_is_sent)
+def test_no_bytes_are_sent_and_nobody_waits() -> None:
+    first, *others = run_ranks(3, no_bytes_are_sent)
     assert others == [first] * 2
+
+
+# ---- empty here, not there ----
+
+
+def differ_in_emptiness() -> dict[str, str]:
+    """One rank has five elements where the others have none, and the other way round."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ranks = range(world)
+
+    def gather(n: int, group: dist.ProcessGroup) -> None:
+        outputs = [torch.empty(n) for _ in ranks] if rank == 0 else None
+        dist.gather(torch.ones(n), outputs, 0, group=group)
+
+    def scatter(n: int, group: dist.ProcessGroup) -> None:
+        inputs = [torch.ones(n) for _ in ranks] if rank == 0 else None
+        dist.scatter(torch.empty(n), inputs, 0, group=group)
+
+    calls: dict[str, Callable[[int, dist.ProcessGroup], object]] = {
+        "all_reduce": lambda n, group: dist.all_reduce(torch.ones(n), group=group),
+        "broadcast": lambda n, group: dist.broadcast(torch.ones(n), 0, group=group),
+        "reduce": lambda n, group: dist.reduce(torch.ones(n), 0, group=group),
+        "all_gather": lambda n, group: dist.all_gather_into_tensor(
+            torch.empty(n * world), torch.ones(n), group=group
+        ),
+        "reduce_scatter": lambda n, group: dist.reduce_scatter_tensor(
+            torch.empty(n), torch.ones(n * world), group=group
+        ),
+        "gather": gather,
+        "scatter": scatter,
+        "all_to_all": lambda n, group: dist.all_to_all_single(
+            torch.empty(n * world), torch.ones(n * world), group=group
+        ),
+    }
+    texts = {}
+    for (name, call), odd, empty in itertools.product(calls.items(), (0, 1), (True, False)):
+        group = dist.new_group()
+        elements = 5 if (rank == odd) != empty else 0
+        with pytest.raises(RuntimeError) as error:
+            call(elements, group)
+            while True:  # a rank that was through already is told in one of the next operations
+                dist.barrier(group)
+        texts[f"{name} {odd} {empty}"] = str(error.value)
+    return texts
+
+
+def test_ranks_that_differ_in_emptiness_are_told() -> None:
+    values = run_ranks(3, differ_in_emptiness)
+    assert len(values[0]) == 8 * 4
+    for texts in values:
+        for name, text in texts.items():
+            assert re.search(
+                "different operation|different sizes|has room for|bytes where .* are due", text
+            ), (name, text)
 
 
 # ---- some parts empty, others not ----
