@@ -17,10 +17,6 @@ using plan::Collective;
 
 namespace {
 
-std::string WithRoot(const at::Tensor& tensor, int64_t root) {
-  return absl::StrCat(Describe(tensor), ", root ", root);
-}
-
 std::string WithOp(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   return absl::StrCat(Describe(tensor), ", ", Describe(op));
 }
@@ -90,7 +86,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::broadcast(Tensors& tensors,
   CheckAlike("broadcast", tensors);
   const at::Tensor tensor = tensors[opts.rootTensor];
   Operation op = Begin("broadcast", "geomesh:broadcast", c10d::OpType::BROADCAST,
-                       WithRoot(tensor, opts.rootRank));
+                       absl::StrCat(Describe(tensor), ", root ", JobRank(opts.rootRank)));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
   op.work.inputs = op.work.outputs = tensors;
   // Also at the root, which writes nothing: all ranks refuse, or none.
@@ -178,8 +174,9 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reduce(Tensors& tensors,
   TORCH_CHECK(opts.rootTensor >= 0 && opts.rootTensor < static_cast<int64_t>(tensors.size()),
               "reduce: invalid root tensor: ", opts.rootTensor, " of a list of ", tensors.size());
   const at::Tensor& tensor = Single(tensors, "reduce");
-  Operation op = Begin("reduce", "geomesh:reduce", c10d::OpType::REDUCE,
-                       absl::StrCat(WithOp(tensor, opts.reduceOp), ", root ", opts.rootRank));
+  Operation op =
+      Begin("reduce", "geomesh:reduce", c10d::OpType::REDUCE,
+            absl::StrCat(WithOp(tensor, opts.reduceOp), ", root ", JobRank(opts.rootRank)));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
   op.staging->Check(tensor, /*written=*/true);  // on all ranks, or on none
   op.work.inputs = op.work.outputs = {tensor};
@@ -370,8 +367,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outp
                                                       Tensors& inputs,
                                                       const c10d::GatherOptions& opts) {
   const at::Tensor& input = Single(inputs, "gather", "input ");
-  Operation op =
-      Begin("gather", "geomesh:gather", c10d::OpType::GATHER, WithRoot(input, opts.rootRank));
+  Operation op = Begin("gather", "geomesh:gather", c10d::OpType::GATHER,
+                       absl::StrCat(Describe(input), ", root ", JobRank(opts.rootRank)));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
   op.work.inputs = {input};
   op.call.input = {ToBytes(op.staging->Source(input))};
@@ -402,7 +399,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather(std::vector<Tensors>& outp
 ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::gather_single(at::Tensor& output, at::Tensor& input,
                                                              const c10d::GatherOptions& opts) {
   Operation op = Begin("gather_single", "geomesh:gather", c10d::OpType::GATHER,
-                       WithRoot(input, opts.rootRank));
+                       absl::StrCat(Describe(input), ", root ", JobRank(opts.rootRank)));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
   op.work.inputs = {input};
   const at::Tensor from = op.staging->Source(input);
@@ -430,8 +427,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::scatter(Tensors& outputs,
                                                        std::vector<Tensors>& inputs,
                                                        const c10d::ScatterOptions& opts) {
   const at::Tensor& output = Single(outputs, "scatter", "output ");
-  Operation op =
-      Begin("scatter", "geomesh:scatter", c10d::OpType::SCATTER, WithRoot(output, opts.rootRank));
+  Operation op = Begin("scatter", "geomesh:scatter", c10d::OpType::SCATTER,
+                       absl::StrCat(Describe(output), ", root ", JobRank(opts.rootRank)));
   const int root = CheckRoot(op.work.operation, opts.rootRank);
   op.work.outputs = {output};
   if (root == rank_) {

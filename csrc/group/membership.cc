@@ -158,6 +158,7 @@ ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
   } catch (const std::exception& e) {
     Log(LogLevel::kWarning, "group", absl::StrCat("interrupted at the end: ", e.what()));
   }
+  if (Completing* callback = Completing::Of(this)) callback->Gone();
 }
 
 c10d::ErrorType ProcessGroupGeoMesh::getError() {
@@ -176,7 +177,8 @@ void ProcessGroupGeoMesh::abort() {
   }
   if (executor == nullptr) return;  // the group has ended already
   RunAbortHooks();
-  executor->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " aborted the group")));
+  executor->Abort(
+      absl::CancelledError(absl::StrCat("rank ", JobRank(rank_), " aborted the group")));
 }
 
 void ProcessGroupGeoMesh::shutdown() {
@@ -201,20 +203,21 @@ void ProcessGroupGeoMesh::shutdown() {
     return absl::Now() < deadline;
   };
 
-  bool idle = pending_ == 0;
+  bool idle = Idle();
   while (!idle) {
-    idle = idle_.wait_for(lock, kInterruptPeriod, [this] { return pending_ == 0; });
+    idle = idle_.wait_for(lock, kInterruptPeriod, [this] { return Idle(); });
     lock.unlock();
     const bool go_on = wait_on();
     lock.lock();
     if (!go_on) break;
   }
-  if (pending_ > 0) {
+  if (!Idle()) {
     Log(LogLevel::kWarning, "group",
         absl::StrCat("the group ends with ", pending_, " operations unfinished after ",
                      interrupt ? "an interrupt" : "GEOMESH_LINGER"));
-    executor_->Abort(absl::CancelledError(absl::StrCat("rank ", rank_, " has left the group")));
-    idle_.wait(lock, [this] { return pending_ == 0; });
+    executor_->Abort(
+        absl::CancelledError(absl::StrCat("rank ", JobRank(rank_), " has left the group")));
+    idle_.wait(lock, [this] { return Idle(); });
   }
   lock.unlock();
 

@@ -13,11 +13,12 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::PointToPoint(Tensors& tensors, in
   const char* name = sending ? "send" : "recv";
   const bool any = peer == exec::kAnyRank;
   const at::Tensor& tensor = Single(tensors, name);
-  Operation op = Begin(
-      name, sending ? "geomesh:send" : (any ? "geomesh:recvAnySource" : "geomesh:recv"),
-      sending ? c10d::OpType::SEND : (any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV),
-      absl::StrCat(Describe(tensor), sending ? ", to " : ", from ",
-                   any ? std::string("any rank") : absl::StrCat("rank ", peer), ", tag ", tag));
+  Operation op =
+      Begin(name, sending ? "geomesh:send" : (any ? "geomesh:recvAnySource" : "geomesh:recv"),
+            sending ? c10d::OpType::SEND : (any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV),
+            absl::StrCat(Describe(tensor), sending ? ", to " : ", from ",
+                         any ? std::string("any rank") : absl::StrCat("rank ", JobRank(peer)),
+                         ", tag ", tag));
   TORCH_CHECK(any || (peer >= 0 && peer < size_), op.work.operation, ": the group has ranks 0 to ",
               size_ - 1);
   TORCH_CHECK_VALUE(peer != rank_, op.work.operation,

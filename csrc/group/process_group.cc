@@ -151,23 +151,21 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       });
       ending->work->Complete(result, outcome);
       process->completions().LetOthersPass();  // callbacks are somebody else's code
+      const Completing here(this);
       WhilePythonLives([&ending] { ending->work->CompleteFuture(); });
-      if (result.ok()) {
-        WhilePythonLives([this, &work = *ending->work] {
+      if (result.ok() && !here.group_is_gone()) {
+        WhilePythonLives([this, &here, &work = *ending->work] {
           RunCompletionHooks(work.getCompletionKey(), work.getDuration());
-          if (onCompletionHook_) {
-            RunHook("the onCompletion hook", [&] { onCompletionHook_(work.Info()); });
+          if (!here.group_is_gone() && onCompletionHook_) {
+            const auto hook = onCompletionHook_;  // the group may end in it
+            RunHook("the onCompletion hook", [&] { hook(work.Info()); });
           }
         });
       }
       if (!WhilePythonLives([&ending] { ending.reset(); })) {
         new std::shared_ptr<Ending>(std::move(ending));
       }
-      // Under the lock until the end: shutdown() must not return, and this object not die, in
-      // between.
-      std::lock_guard<std::mutex> lock(mutex_);
-      --pending_;
-      idle_.notify_all();
+      if (!here.group_is_gone()) NoLongerPending();
     });
   };
   return issued;
@@ -262,11 +260,27 @@ void ProcessGroupGeoMesh::OnFailed() {
   process_->completions().Post([this, process = process_.get()] {
     // The errors wait for a quick hook, but not for one that writes seconds long.
     process->completions().LetOthersPass(std::chrono::milliseconds(300));
+    const Completing here(this);
     RunAbortHooks();
-    std::lock_guard<std::mutex> lock(mutex_);
-    --pending_;
-    idle_.notify_all();
+    if (!here.group_is_gone()) NoLongerPending();
   });
+}
+
+void ProcessGroupGeoMesh::NoLongerPending() {
+  // Under the lock until the end: shutdown() must not return, and this object not die, in between.
+  std::lock_guard<std::mutex> lock(mutex_);
+  --pending_;
+  idle_.notify_all();
+}
+
+int64_t ProcessGroupGeoMesh::JobRank(int64_t rank) const {
+  std::vector<int64_t> members(options_->meeting.members.begin(), options_->meeting.members.end());
+  if (members.empty()) {
+    members.assign(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
+  }
+  const bool known = !options_->enable_reconfigure && rank >= 0 && rank < size_ &&
+                     static_cast<int>(members.size()) == size_;
+  return known ? members[static_cast<size_t>(rank)] : rank;
 }
 
 int ProcessGroupGeoMesh::CheckRoot(const std::string& operation, int64_t root) const {
@@ -440,7 +454,7 @@ void ProcessGroupGeoMesh::registerOnCompletionHook(
 
 void ProcessGroupGeoMesh::waitForPendingWorks() {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!idle_.wait_for(lock, kInterruptPeriod, [this] { return pending_ == 0; })) {
+  while (!idle_.wait_for(lock, kInterruptPeriod, [this] { return Idle(); })) {
     lock.unlock();
     CheckInterrupt();
     lock.lock();
@@ -464,8 +478,8 @@ void ProcessGroupGeoMesh::suspend() {
     std::unique_lock<std::mutex> lock(mutex_);
     if (const absl::Status usable = Usable(); !suspended_ && !usable.ok()) Throw(usable);
     // A work that was waited for is counted for a moment more, while its callbacks run.
-    idle_.wait_for(lock, std::chrono::seconds(1), [this] { return pending_ == 0; });
-    TORCH_CHECK(pending_ == 0, "geomesh: suspend() with ", pending_,
+    idle_.wait_for(lock, std::chrono::seconds(1), [this] { return Idle(); });
+    TORCH_CHECK(Idle(), "geomesh: suspend() with ", pending_,
                 " operations pending: wait for them first");
     suspended_ = true;
   }

@@ -268,6 +268,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   std::shared_ptr<exec::Executor> executor();
   absl::Status Usable() const;  // mutex_ is held
   int CheckRoot(const std::string& operation, int64_t root) const;
+  // For texts: which rank of the job this one of the group is, where that is known.
+  int64_t JobRank(int64_t rank) const;
   void AcquireProcess();
   transport::PeerRecord OwnRecord() const;
   // From now on the group is these processes, in this order.
@@ -275,6 +277,34 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   c10::intrusive_ptr<Options> ChildOptions(
       const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
   uint64_t ChildChannel(const char* kind, const std::vector<int>& members);
+
+  // What runs on the completion queue's thread for this group, and its own callbacks in it: they
+  // may end the group, which then must not wait for them, and leaves this behind.
+  class Completing {
+   public:
+    explicit Completing(ProcessGroupGeoMesh* group) : group_(group), outer_(here_) { here_ = this; }
+    ~Completing() { here_ = outer_; }
+    Completing(const Completing&) = delete;
+    bool group_is_gone() const { return gone_; }
+    // That of the calling thread and this group; null elsewhere.
+    static Completing* Of(const ProcessGroupGeoMesh* group) {
+      for (Completing* one = here_; one != nullptr; one = one->outer_) {
+        if (one->group_ == group) return one;
+      }
+      return nullptr;
+    }
+    void Gone() { gone_ = true; }
+
+   private:
+    static inline thread_local Completing* here_ = nullptr;
+    ProcessGroupGeoMesh* const group_;
+    Completing* const outer_;
+    bool gone_ = false;
+  };
+  // Under mutex_: nothing is pending, but for what runs on this very thread.
+  bool Idle() const { return pending_ == (Completing::Of(this) == nullptr ? 0 : 1); }
+  // On a thread of the completion queue, once for each that was counted as pending.
+  void NoLongerPending();
 
   // A fork of the process that made the group has this object, but not the engine's threads.
   bool forked() const { return getpid() != owner_; }

@@ -163,17 +163,17 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reconfigure(const c10d::Reconfigu
       refuse("uuid ", opts.uuid, " was used before on this group; each time takes a new one");
     }
     // Where nothing is pending, nothing is due to anybody, and the others are left in peace.
-    if (executor_ != nullptr && pending_ > 0) {
+    if (executor_ != nullptr && !Idle()) {
       executor_->Abort(absl::CancelledError(
           absl::StrCat("rank ", rank_, " has left the group to be configured anew")));
-      idle_.wait(lock, [this] { return pending_ == 0; });
+      idle_.wait(lock, [this] { return Idle(); });
     }
     std::shared_ptr<exec::Executor> before = std::move(executor_);
     lock.unlock();
     if (before != nullptr) before->Disown();
     before.reset();  // returns when nothing of it is left
     lock.lock();
-    idle_.wait(lock, [this] { return pending_ == 0; });  // its hooks
+    idle_.wait(lock, [this] { return Idle(); });  // its hooks
     rank_ = rank;
     size_ = static_cast<int>(records.size());
     sequence_ = 0;

@@ -78,6 +78,21 @@ c10::TypePtr FutureType(size_t output_lists) {
   return output_lists == 1 ? list : c10::ListType::create(list);
 }
 
+// The result of the first of the works that failed, once `future` is completed in either way.
+c10::intrusive_ptr<c10::ivalue::Future> ResultAfter(
+    const c10::intrusive_ptr<c10::ivalue::Future>& future,
+    std::vector<c10::intrusive_ptr<WorkGeoMesh>> works) {
+  return future->then(
+      [works = std::move(works)](c10::ivalue::Future&) {
+        c10d::WorkResult result = c10d::WorkResult::SUCCESS;
+        for (const auto& work : works) {
+          if (result == c10d::WorkResult::SUCCESS) result = work->work_result();
+        }
+        return c10::IValue(static_cast<int64_t>(result));
+      },
+      c10::IntType::get());
+}
+
 }  // namespace
 
 WorkGeoMesh::WorkGeoMesh(Description description)
@@ -192,9 +207,22 @@ exec::Outcome WorkGeoMesh::outcome() const {
   return outcome_;
 }
 
+c10d::WorkResult WorkGeoMesh::work_result() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return work_result_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkGeoMesh::getFutureResult() {
+  const auto self = c10::intrusive_ptr<WorkGeoMesh>::unsafe_reclaim_from_nonowning(this);
+  return ResultAfter(getFuture(), {self});
+}
+
 void WorkGeoMesh::Complete(const absl::Status& status, const exec::Outcome& outcome) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    work_result_ = status.ok()                        ? c10d::WorkResult::SUCCESS
+                   : absl::IsDeadlineExceeded(status) ? c10d::WorkResult::TIMEOUT
+                                                      : c10d::WorkResult::COMM_ERROR;
     end_ = std::chrono::steady_clock::now();
     outcome_ = outcome;
     expire_ = nullptr;
@@ -285,6 +313,9 @@ class JoinedWork : public c10d::Work {
     for (const auto& work : works_) work->abort();
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    return ResultAfter(future_, works_);
+  }
   uint64_t getSequencenumber() const override { return works_.front()->getSequencenumber(); }
   float getDuration() const override { return TogetherMs(works_); }
   // Override Work's where PyTorch has them.

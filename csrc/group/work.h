@@ -78,7 +78,10 @@ class WorkGeoMesh : public c10d::Work {
     CheckOwner();
     return future_;
   }
-  float getDuration() const override;  // ms, of a work that is done
+  // Its value is a c10d::WorkResult, also where the work failed: it has no error.
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  c10d::WorkResult work_result() const;  // UNKNOWN until it is done
+  float getDuration() const override;    // ms, of a work that is done
   std::chrono::steady_clock::time_point start() const { return start_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   // Overrides Work's where PyTorch has it: never used again in this process.
@@ -117,6 +120,7 @@ class WorkGeoMesh : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::chrono::steady_clock::time_point end_;  // guarded by mutex_, as the base's state
   exec::Outcome outcome_;                      // guarded by mutex_
+  c10d::WorkResult work_result_ = c10d::WorkResult::UNKNOWN;  // guarded by mutex_
 };
 
 // One handle for several works that were issued together, at least one: done when all are, failed

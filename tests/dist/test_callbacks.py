@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from versions import needs_torch
+
+from torch_geomesh.backend import backend_of
 
 Callback = Callable[[torch.futures.Future], None]
 
@@ -125,3 +128,78 @@ def waited_for() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_future_is_done_when_its_work_was_waited_for(backend: str) -> None:
     run_ranks(2, waited_for, init={"backend": backend})
+
+
+def ended_by(what: str) -> None:
+    """The group ends in a callback of one of its own operations, or in its abort hook."""
+    group = dist.new_group() if what != "all groups" else None
+    ended, later = threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        dist.destroy_process_group(group)
+        ended.set()
+
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.wait(["added"])
+        if what != "abort hook":
+            dist.all_reduce(torch.ones(5), group=group)
+            dist.all_reduce(torch.ones(5), group=group)
+        store.wait(["ended"])
+        end()
+    elif what == "abort hook":
+        backend = backend_of(group)
+        backend.register_abort_hook(1, end)
+        dist.all_reduce(torch.ones(5), group=group, async_op=True)
+        store.set("added", "")
+        backend.abort()
+    else:
+        works = [dist.all_reduce(torch.ones(5), group=group, async_op=True) for _ in range(2)]
+        works[0].get_future().add_done_callback(end)
+        works[1].get_future().add_done_callback(lambda _: later.set())
+        del works
+        store.set("added", "")
+        assert later.wait(10)
+    assert ended.wait(10)
+    store.set("ended", "")
+    if what != "all groups":
+        dist.barrier()  # the others go on
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["one group", "all groups", pytest.param("abort hook", marks=needs_torch(14, "abort hooks"))],
+)
+def test_a_callback_ends_its_own_group(what: str) -> None:
+    run_ranks(2, ended_by, what)
+
+
+def results() -> dict[str, int]:
+    """c10d's WorkResult, in a future that never has an error: SUCCESS, TIMEOUT, COMM_ERROR."""
+    group, quick = dist.new_group(), dist.new_group(timeout=timedelta(seconds=0.2))
+    work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
+    found = {"done": work.get_future_result().wait()}  # asked before the work may be done
+    found["done before"] = work.get_future_result().wait()
+    together = group.allgather_into_tensor_coalesced(
+        [torch.empty(10), torch.empty(20)], [torch.ones(5), torch.ones(10)]
+    )
+    found["together"] = together.get_future_result().wait()
+
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.wait(["asked"])
+        return found
+    short = dist.all_reduce(torch.ones(5), group=quick, async_op=True)
+    found["late"] = short.get_future_result().wait()
+    aborted = dist.all_reduce(torch.ones(5), group=group, async_op=True)
+    backend_of(group).abort()
+    found["aborted"] = aborted.get_future_result().wait()
+    store.set("asked", "")
+    return found
+
+
+def test_what_became_of_a_work() -> None:
+    done = {"done": 0, "done before": 0, "together": 0}
+    first, second = run_ranks(2, results)
+    assert first == done
+    assert second == {**done, "late": 1, "aborted": 2}

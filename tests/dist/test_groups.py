@@ -230,3 +230,32 @@ def many_collectives(count: int) -> Held:
 def test_fifty_thousand_collectives_leave_nothing_behind() -> None:
     for result in run_ranks(2, many_collectives, 50_000, timeout=170):
         check_flat(result, resident_kb=8000)
+
+
+def texts_of_a_subgroup() -> dict[str, str]:
+    """Rank 2 of the job is rank 1 of the group: texts have the job's numbers."""
+    groups = [dist.new_group([1, 2], timeout=timedelta(seconds=0.5)) for _ in range(3)]
+    store = dist.distributed_c10d._get_default_store()
+    texts: dict[str, str] = {}
+    if dist.get_rank() == 1:
+        calls: dict[str, Callable[[dist.ProcessGroup], object]] = {
+            "broadcast": lambda group: dist.broadcast(torch.ones(3), 2, group=group),
+            "reduce": lambda group: dist.reduce(torch.ones(3), 1, group=group),
+            "recv": lambda group: dist.recv(torch.ones(3), 2, group=group),
+        }
+        for (name, call), group in zip(calls.items(), groups):
+            with pytest.raises(RuntimeError) as error:
+                call(group)
+            texts[name] = str(error.value)
+        store.set("seen", "")
+    store.wait(["seen"])
+    return texts
+
+
+def test_texts_of_a_subgroup_have_the_jobs_rank_numbers() -> None:
+    texts = run_ranks(3, texts_of_a_subgroup)[1]
+    assert texts["broadcast"].startswith("broadcast(Float[3], root 2), sequence 1: not done")
+    assert texts["reduce"].startswith("reduce(Float[3], SUM, root 1), sequence 1: not done")
+    assert texts["recv"].startswith("recv(Float[3], from rank 2, tag 0), sequence 0: not done")
+    for text in texts.values():
+        assert "waiting for 1 message from rank 2 on host" in text
