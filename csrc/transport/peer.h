@@ -143,6 +143,7 @@ class Peer : private Inbox::Host {
   void CloseStalled(Instant now);
   bool DelayLooksInflated() const;
   bool MeasuresDelay(Instant now);
+  void KnockLater();
   void RetryDial(const absl::Status& reason);
   void Welcome(Lane* lane);
   void BecomeConnected();
@@ -211,7 +212,9 @@ class Peer : private Inbox::Host {
   absl::Duration retry_in_ = absl::Milliseconds(100);
   bool retry_pending_ = false;
   Instant connect_deadline_;
-  std::string connect_trouble_;  // the last one, for the error
+  std::unique_ptr<Knock> knock_;  // while connecting takes long
+  int knocks_ = 0, refused_ = 0;  // so far; in a row
+  std::string connect_trouble_;   // the last one, for the error
 
   std::vector<std::unique_ptr<Lane>> lanes_;
   // Delay without queues is being measured; bulk waits.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import re
+import secrets
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,35 @@ def test_killed_rank_is_named_with_its_region_by_all_others() -> None:
         assert not outcome.error, outcome.error
         assert re.search(r"all_reduce\(", outcome.value)
         assert re.search(r"rank 2\b.*eastasia", outcome.value, re.S), outcome.value
+
+
+def end_as_soon_as_met() -> str:
+    """Rank 2 ends before anybody can be sure to have connected with it."""
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(10))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wire", ["ucx", "tls"])
+def test_a_rank_that_dies_before_it_is_connected_is_not_waited_for(
+    wire: str, tmp_path: Path
+) -> None:
+    environment = {"GEOMESH_WIRE": wire}
+    if wire == "tls":
+        key = tmp_path / "key"
+        key.write_text(secrets.token_hex(32))
+        key.chmod(0o600)
+        environment["GEOMESH_PSK_FILE"] = str(key)
+    for _ in range(3):
+        outcomes = start_ranks(3, end_as_soon_as_met, environment=environment).join(
+            expect_dead=(2,)
+        )
+        for outcome in outcomes[:2]:
+            assert not outcome.error, outcome.error
+            assert re.search("lost rank 2 on host", outcome.value), outcome.value
+            assert "no connection with" not in outcome.value
 
 
 def wait_in_collective(tell) -> str:

@@ -243,7 +243,7 @@ def texts_of_a_subgroup() -> dict[str, str]:
             "reduce": lambda group: dist.reduce(torch.ones(3), 1, group=group),
             "recv": lambda group: dist.recv(torch.ones(3), 2, group=group),
         }
-        for (name, call), group in zip(calls.items(), groups):
+        for (name, call), group in zip(calls.items(), groups, strict=True):
             with pytest.raises(RuntimeError) as error:
                 call(group)
             texts[name] = str(error.value)

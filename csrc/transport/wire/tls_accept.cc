@@ -20,6 +20,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "transport/bytes.h"
+#include "transport/wire/knock.h"
 #include "transport/wire/tls_errors.h"
 #include "transport/wire/tls_sockets.h"
 #include "transport/wire/tls_wire.h"
@@ -72,6 +73,11 @@ absl::StatusOr<TlsAddress> TlsWireImpl::CheckedAddress(absl::string_view address
 
 absl::Status TlsWireImpl::CheckAddress(absl::string_view address, absl::string_view peer) const {
   return CheckedAddress(address, peer).status();
+}
+
+std::unique_ptr<Knock> TlsWireImpl::KnockAt(absl::string_view address) const {
+  const auto target = CheckedAddress(address, "");
+  return target.ok() ? KnockByTcp(target->endpoint) : nullptr;
 }
 
 absl::StatusOr<LaneId> TlsWireImpl::Dial(absl::string_view address, absl::string_view peer,

@@ -31,6 +31,7 @@ class TlsWireImpl final : public TlsWire {
 
   absl::string_view name() const override { return "tls"; }
   absl::StatusOr<std::string> Listen(WireEvents* events) override;
+  std::unique_ptr<Knock> KnockAt(absl::string_view address) const override;
   absl::Status CheckAddress(absl::string_view address, absl::string_view peer) const override;
   absl::StatusOr<LaneId> Dial(absl::string_view address, absl::string_view peer, int lanes,
                               absl::Span<const std::byte> hello) override;

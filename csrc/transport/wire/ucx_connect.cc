@@ -21,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "base/identity.h"
 #include "base/log.h"
+#include "transport/wire/knock.h"
 #include "transport/wire/ucx_config.h"
 #include "transport/wire/ucx_wire.h"
 
@@ -86,6 +87,11 @@ absl::StatusOr<LaneId> UcxWireImpl::Dial(absl::string_view address, absl::string
   const LaneId first = set.front()->id;
   dials_.push_back(std::move(dial));
   return first;
+}
+
+std::unique_ptr<Knock> UcxWireImpl::KnockAt(absl::string_view address) const {
+  const auto target = UcxAddress::Parse(address);
+  return target.ok() ? KnockByTcp(target->listening) : nullptr;
 }
 
 void UcxWireImpl::ConnectDials() {

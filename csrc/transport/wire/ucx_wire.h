@@ -39,6 +39,7 @@ class UcxWireImpl final : public UcxWire {
 
   absl::string_view name() const override { return "ucx"; }
   absl::StatusOr<std::string> Listen(WireEvents* events) override;
+  std::unique_ptr<Knock> KnockAt(absl::string_view address) const override;
   absl::StatusOr<LaneId> Dial(absl::string_view address, absl::string_view peer, int lanes,
                               absl::Span<const std::byte> hello) override;
   absl::Status Post(LaneId lane, absl::Span<const std::byte> header,

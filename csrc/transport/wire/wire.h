@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "absl/status/status.h"
@@ -61,6 +62,15 @@ class WireEvents {
   virtual void OnLaneLost(LaneId lane, const absl::Status& reason) = 0;
 };
 
+// A question that becomes no lane: does anybody still listen there? The end of it takes it back.
+class Knock {
+ public:
+  enum class Answer : uint8_t { kNone, kSomebody, kNobody };  // kNone: not yet, or it can't be told
+  virtual ~Knock() = default;
+  virtual Answer answer() = 0;
+  virtual const std::string& where() const = 0;  // for errors
+};
+
 class Wire {
  public:
   virtual ~Wire() = default;
@@ -85,6 +95,9 @@ class Wire {
   // when the blob is damaged or its wire settings differ from ours.
   virtual absl::StatusOr<LaneId> Dial(absl::string_view address, absl::string_view peer, int lanes,
                                       absl::Span<const std::byte> hello) = 0;
+
+  // Asks at an address that Dial would take. Null where the wire has no such question.
+  virtual std::unique_ptr<Knock> KnockAt(absl::string_view address) const { return nullptr; }
 
   // Sends one segment. The spans stay valid and unchanged until OnPosted. Never blocks.
   virtual absl::Status Post(LaneId lane, absl::Span<const std::byte> header,
