@@ -327,7 +327,8 @@ struct Planned {
 };
 
 // The same in every process. storm: 16 sizes from 1 KB to 64 MB to all others, Poisson, `load`
-// bytes a second in all. pin: bulk of 16 MB messages at `load`, and 64 KB messages at 20/s.
+// bytes a second in all, equally to each. pin: bulk of 16 MB messages at `load`, and 64 KB messages
+// at 20/s.
 std::vector<Planned> Plan(const Arguments& arguments) {
   const double seconds = arguments.Number("seconds", 20), load = arguments.Number("load", 10e6);
   std::vector<Planned> plan;
@@ -342,11 +343,21 @@ std::vector<Planned> Plan(const Arguments& arguments) {
           static_cast<uint64_t>(std::llround(1024 * std::pow(most / 1024, i / (kSizes - 1.0)))));
       mean += static_cast<double>(sizes.back()) / kSizes;
     }
-    std::exponential_distribution<double> gap(load / mean);
-    std::uniform_int_distribution<int> size(0, kSizes - 1), to(1, arguments.world - 1);
-    for (double at = gap(random); at < seconds; at += gap(random)) {
-      plan.push_back({at, to(random), sizes[size(random)]});
+    // Each peer's own arrivals, their times stretched so that this sample, too, is of `load`.
+    const double peer_load = load / (arguments.world - 1);
+    std::exponential_distribution<double> gap(peer_load / mean);
+    std::uniform_int_distribution<int> size(0, kSizes - 1);
+    for (int to = 1; to < arguments.world; ++to) {
+      const size_t first = plan.size();
+      double at = 0, sent = 0;
+      while (sent < peer_load * seconds) {
+        plan.push_back({at += gap(random), to, sizes[size(random)]});
+        sent += static_cast<double>(plan.back().bytes);
+      }
+      for (size_t i = first; i < plan.size(); ++i) plan[i].at_s *= sent / peer_load / at;
     }
+    std::sort(plan.begin(), plan.end(),
+              [](const Planned& a, const Planned& b) { return a.at_s < b.at_s; });
   } else {
     const double bulk = arguments.Number("bulk", 16 << 20);
     for (double at = 0; at < seconds; at += bulk / load) {

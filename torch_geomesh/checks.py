@@ -179,11 +179,16 @@ def check_module() -> Check:
     return Check("compiled module", OK, f"built for torch {built_for}")
 
 
-def check_ucx(machine: Machine) -> Check:
-    """Check the UCX that the compiled module has loaded, and variables that it would read."""
+def ucx_version() -> str:
+    """Return the version of the UCX that the compiled module has loaded."""
     library = ctypes.CDLL("libucp.so.0")
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    version = library.ucp_get_version_string().decode()
+    return library.ucp_get_version_string().decode()
+
+
+def check_ucx(machine: Machine) -> Check:
+    """Check the UCX that the compiled module has loaded, and variables that it would read."""
+    version = ucx_version()
     bad = [
         name
         for name, wanted in (("UCX_MEM_EVENTS", "n"), ("UCX_DEBUG_SIGNO", "0"))

@@ -15,13 +15,14 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import torch_geomesh
-from torch_geomesh.checks import FAILED, OK, WARNING, Check, Machine, local_checks
+from torch_geomesh.checks import FAILED, OK, WARNING, Check, Machine, local_checks, ucx_version
 from torch_geomesh.job import Job, JobError, how_to_start, rounds, started_by_torchrun
 from torch_geomesh.pairs import Mesh, PairError, Pings, RankInfo, echo, ping
 from torch_geomesh.topology import Topology, TopologyError
@@ -63,6 +64,8 @@ def settings_of(machine: Machine) -> dict[str, str]:
         settings["a key"] = "set"  # the file's name may differ, what is in it nobody is told
     settings["torch_geomesh"] = torch_geomesh.__version__
     settings["torch"] = torch.__version__
+    with suppress(OSError):  # not loaded: has a check of its own
+        settings["UCX"] = ucx_version()
     return settings
 
 
@@ -84,10 +87,14 @@ def compare(settings: Mapping[int, Mapping[str, str]]) -> list[Check]:
             fix = "export GEOMESH_TOPOLOGY=...  # the same file on all"
         elif name == "a key":
             fix = "export GEOMESH_PSK_FILE=...  # the same key on all"
+        elif name == "UCX":
+            fix = "pip install --force-reinstall libucx-cu13==...  # the same on all"
         elif not fix:
             fix = f"pip install {name}=={most}  # on all"
-        # Other PyTorch versions may still work together.
-        state = WARNING if name == "torch" else FAILED
+        # Other PyTorch versions may still work together, and so may UCX's of one major version.
+        majors = {value.split(".")[0] for value in ranks_by_value}
+        works = name == "torch" or (name == "UCX" and len(majors) == 1)
+        state = WARNING if works else FAILED
         checks.append(Check("equal settings", state, f"{name} differs: {shown}", fix))
     return checks or [Check("equal settings", OK, f"the same on {len(settings)} ranks")]
 

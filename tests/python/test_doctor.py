@@ -373,6 +373,14 @@ def test_bridge_of_this_host_with_several_hosts(tmp_path: Path) -> None:
 # ---- ranks together ----
 
 
+def test_ucx_of_another_version() -> None:
+    fix = "pip install --force-reinstall libucx-cu13==...  # the same on all"
+    for other, state in (("1.19.1", WARNING), ("2.0.0", FAILED)):
+        assert doctor.compare({0: {"UCX": "1.22.0"}, 1: {"UCX": other}}) == [
+            Check("equal settings", state, f"UCX differs: 1.22.0 on rank 0; {other} on rank 1", fix)
+        ]
+
+
 def test_unequal_settings() -> None:
     one = {"GEOMESH_LANES": "4", "torch": "2.15.0", "torch_geomesh": "0.1.0"}
     assert doctor.compare({0: one, 1: one}) == [Check("equal settings", OK, "the same on 2 ranks")]
