@@ -110,8 +110,15 @@ OrderedThread::~OrderedThread() {
 }
 
 void OrderedThread::Post(absl::AnyInvocable<void() &&> work) {
+  std::vector<absl::AnyInvocable<void() &&>> works;
+  works.push_back(std::move(work));
+  PostAll(std::move(works));
+}
+
+void OrderedThread::PostAll(std::vector<absl::AnyInvocable<void() &&>> works) {
+  if (works.empty()) return;
   std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->queue.push_back(std::move(work));
+  for (auto& work : works) state_->queue.push_back(std::move(work));
   // A leader that is at work looks again by itself.
   const bool led = state_->leader != std::thread::id() && !state_->passing.has_value();
   if (!led) state_->wake.notify_one();

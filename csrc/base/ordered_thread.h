@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <vector>
 
 #include "absl/functional/any_invocable.h"
 
@@ -16,6 +17,8 @@ class OrderedThread {
 
   // Any thread. Never waits for a closure.
   void Post(absl::AnyInvocable<void() &&> work);
+  // One after the other, each as if it had been posted by itself; wakes the thread once.
+  void PostAll(std::vector<absl::AnyInvocable<void() &&>> works);
 
   // From a closure: what it does from now on is somebody else's code and may take its time, or wait
   // for what comes later in this queue. If it is not back after `patience` while more is to be run,

@@ -497,9 +497,15 @@ void Executor::Disown() {
 }
 
 void Executor::Start(Call call) {
-  state_->engine->Post([state = state_, call = std::make_shared<Call>(std::move(call))]() mutable {
-    state->Start(std::move(call));
-  });
+  StartQuietly(std::move(call));
+  state_->engine->Nudge(/*here=*/false);
+}
+
+void Executor::StartQuietly(Call call) {
+  state_->engine->PostQuietly(
+      [state = state_, call = std::make_shared<Call>(std::move(call))]() mutable {
+        state->Start(std::move(call));
+      });
 }
 
 void Executor::Abort(absl::Status reason) {

@@ -128,6 +128,8 @@ class Executor {
 
   // Any thread. Never blocks. After Abort: ends at once with the first reason.
   void Start(Call call);
+  // The same in two steps, as Engine::PostQuietly.
+  void StartQuietly(Call call);
 
   // Any thread. Ends everything pending with `reason`, tells the group's other ranks, and refuses
   // what comes later.

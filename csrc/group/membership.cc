@@ -99,6 +99,10 @@ void ProcessGroupGeoMesh::Connect(std::vector<transport::PeerRecord> records, ui
   Check(topology.status());
   auto plans = std::make_shared<plan::PlanCache>(*std::move(topology), rank_);
 
+  process_->CountRanksHere(static_cast<int>(
+      std::count_if(records.begin(), records.end(), [&](const transport::PeerRecord& record) {
+        return record.host == records[static_cast<size_t>(rank_)].host;
+      })));
   transport::Engine& engine = process_->engine();
   absl::StatusOr<std::vector<transport::PeerId>> peers =
       engine.Call([&]() -> absl::StatusOr<std::vector<transport::PeerId>> {

@@ -1,5 +1,6 @@
 #include "group/process.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,11 +12,17 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "base/status_macros.h"
 #include "transport/wire/choose.h"
 
 namespace geomesh::group {
 namespace {
+
+// Some times what it takes to wake a thread.
+constexpr absl::Duration kPatience = absl::Microseconds(250);
+constexpr absl::Duration kLater = absl::Milliseconds(2);
+constexpr size_t kMostLater = 64;
 
 std::string Variable(const char* name) {
   const char* text = std::getenv(name);
@@ -62,6 +69,24 @@ std::string HostName() {
   char name[256] = {};
   if (gethostname(name, sizeof(name) - 1) != 0) return "unknown host";
   return name;
+}
+
+void Process::Later(absl::AnyInvocable<void() &&> work) {
+  later_.push_back(std::move(work));
+  if (later_.size() >= kMostLater) return RunLater();
+  if (std::exchange(later_timer_, true)) return;
+  engine_->AddTimer(absl::Now() + kLater, [this] {
+    later_timer_ = false;
+    RunLater();
+  });
+}
+
+void Process::RunLater() { completions_.PostAll(std::exchange(later_, {})); }
+
+void Process::CountRanksHere(int ranks) {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return;
+  patience_ns_ = ranks <= CPU_COUNT(&cores) ? absl::ToInt64Nanoseconds(kPatience) : 0;
 }
 
 OrderedThread& Process::gpu_reads() {

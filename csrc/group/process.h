@@ -6,10 +6,16 @@
 // callback that waits for another work does not keep that from completing.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "base/options.h"
 #include "base/ordered_thread.h"
@@ -27,9 +33,18 @@ class Process {
   transport::Engine& engine() { return *engine_; }
   // "geomesh-done": copies results back and completes works.
   OrderedThread& completions() { return completions_; }
+  // Engine thread: `work`, for which nobody waits, runs on the completion thread in some
+  // milliseconds, after more of its kind: to wake that thread for each would cost more.
+  void Later(absl::AnyInvocable<void() &&> work);
+  void RunLater();  // at once
   // "geomesh-gpu": waits until inputs have come from a GPU. Made when it is first needed.
   OrderedThread& gpu_reads();
   const Options& options() const { return options_; }
+
+  // How long a caller that waits keeps its core busy before it sleeps: not at all where this host
+  // has more ranks than cores.
+  absl::Duration patience() const { return absl::Nanoseconds(patience_ns_.load()); }
+  void CountRanksHere(int ranks);
 
  private:
   Process(Options options) : options_(std::move(options)) {}
@@ -38,6 +53,9 @@ class Process {
   OrderedThread completions_{
       "geomesh-done"};  // outlives the engine, whose last callbacks post to it
   std::unique_ptr<transport::Engine> engine_;
+  std::atomic<int64_t> patience_ns_{0};
+  std::vector<absl::AnyInvocable<void() &&>> later_;  // of the engine thread
+  bool later_timer_ = false;
   std::once_flag gpu_reads_made_;
   std::unique_ptr<OrderedThread> gpu_reads_;
 };

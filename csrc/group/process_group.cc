@@ -94,6 +94,14 @@ std::chrono::milliseconds ProcessGroupGeoMesh::Lengthened(std::chrono::milliseco
   return timeout;
 }
 
+// What an operation holds until it has ended.
+struct ProcessGroupGeoMesh::Ending {
+  c10::intrusive_ptr<WorkGeoMesh> work;
+  std::shared_ptr<Staging> staging;
+  std::function<void()> after;
+  std::shared_ptr<void> keep, until_done;
+};
+
 ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
                                                        std::chrono::milliseconds timeout) {
   const std::string& name = operation.work.operation;
@@ -114,23 +122,26 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
   for (const c10::Stream& stream : operation.staging->streams()) {
     operation.work.devices.push_back(stream.device());
   }
+  operation.work.process = process_;
   issued.work = c10::make_intrusive<WorkGeoMesh>(std::move(operation.work));
   if (coalesced_.has_value()) coalesced_->push_back(issued.work);
 
   // Runs on the engine thread: hands over to the completion thread, which may wait for Python's
   // lock.
-  struct Ending {
-    c10::intrusive_ptr<WorkGeoMesh> work;
-    std::shared_ptr<Staging> staging;
-    std::function<void()> after;
-    std::shared_ptr<void> keep, until_done;
-  };
   auto ending =
       std::make_shared<Ending>(Ending{issued.work, operation.staging, std::move(operation.after),
                                       std::move(operation.keep), std::move(until_done)});
   ++pending_;
-  issued.done = [this, ending = std::move(ending), process = process_.get()](
+  // Waiters may be let go at once, and the rest is for later.
+  const bool direct = ending->staging->direct() && !ending->after;
+  issued.done = [this, ending = std::move(ending), process = process_.get(), direct](
                     const absl::Status& status, const exec::Outcome& outcome) mutable {
+    if (direct && status.ok() && ending->work->CompleteHere(outcome)) {
+      return process->Later([this, process, ending = std::move(ending)]() mutable {
+        process->completions().LetOthersPass();
+        RunLast(std::move(ending), /*completes_future=*/false);
+      });
+    }
     process->completions().Post([this, process, ending = std::move(ending), status,
                                  outcome]() mutable {
       absl::Status result = status;
@@ -151,24 +162,28 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       });
       ending->work->Complete(result, outcome);
       process->completions().LetOthersPass();  // callbacks are somebody else's code
-      const Completing here(this);
-      WhilePythonLives([&ending] { ending->work->CompleteFuture(); });
-      if (result.ok() && !here.group_is_gone()) {
-        WhilePythonLives([this, &here, &work = *ending->work] {
-          RunCompletionHooks(work.getCompletionKey(), work.getDuration());
-          if (!here.group_is_gone() && onCompletionHook_) {
-            const auto hook = onCompletionHook_;  // the group may end in it
-            RunHook("the onCompletion hook", [&] { hook(work.Info()); });
-          }
-        });
-      }
-      if (!WhilePythonLives([&ending] { ending.reset(); })) {
-        new std::shared_ptr<Ending>(std::move(ending));
-      }
-      if (!here.group_is_gone()) NoLongerPending();
+      RunLast(std::move(ending), /*completes_future=*/true);
     });
   };
   return issued;
+}
+
+void ProcessGroupGeoMesh::RunLast(std::shared_ptr<Ending> ending, bool completes_future) {
+  const Completing here(this);
+  WorkGeoMesh& work = *ending->work;
+  WhilePythonLives([&] {
+    if (completes_future) work.CompleteFuture();
+    if (here.group_is_gone() || !work.isSuccess()) return;
+    RunCompletionHooks(work.getCompletionKey(), work.getDuration());
+    if (here.group_is_gone() || !onCompletionHook_) return;
+    const auto hook = onCompletionHook_;  // the group may end in it
+    RunHook("the onCompletion hook", [&] { hook(work.Info()); });
+  });
+  // Tensors that Python made may need its lock to go.
+  if (!WhilePythonLives([&ending] { ending.reset(); })) {
+    new std::shared_ptr<Ending>(std::move(ending));
+  }
+  if (!here.group_is_gone()) NoLongerPending();
 }
 
 namespace {
@@ -182,6 +197,27 @@ bool SumsHalves(plan::Collective collective, const exec::Call& call) {
   return reduces && rounds && (call.dtype == DType::kF16 || call.dtype == DType::kBF16);
 }
 
+// Calls of at most so many bytes are begun by the caller itself, which takes no longer than to have
+// the engine's thread woken.
+constexpr int64_t kIssuedHereBytes = 64 * 1024;
+
+int64_t CallBytes(const exec::Call& call) {
+  int64_t elements = 0;
+  for (const auto* blocks : {&call.input, &call.output}) {
+    for (const exec::Block& block : *blocks) elements += block.elements;
+  }
+  return elements * static_cast<int64_t>(SizeOf(call.dtype));
+}
+
+// Sees to it, when it goes, that the engine runs what was posted to it.
+struct Nudge {
+  std::shared_ptr<Process> process;
+  bool here = false;
+  ~Nudge() {
+    if (process != nullptr) process->engine().Nudge(here);
+  }
+};
+
 }  // namespace
 
 c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
@@ -189,6 +225,7 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
   TORCH_CHECK(timeout == c10d::kUnsetTimeout || timeout.count() > 0, operation.work.operation,
               ": the timeout must be positive, got ", timeout.count(), " ms");
   CheckOwner();
+  Nudge nudge;  // at the end, when mutex_ is free: the engine's callbacks take it
   std::lock_guard<std::mutex> lock(mutex_);
   operation.shape.sums_halves = SumsHalves(operation.shape.collective, operation.call);
   if (estimate_s_.has_value()) return Estimate(std::move(operation));
@@ -211,7 +248,9 @@ c10::intrusive_ptr<WorkGeoMesh> ProcessGroupGeoMesh::Launch(Operation operation,
     done(status, outcome);
   };
   if (!staging->any_reads() && reading_ == 0) {
-    executor_->Start(std::move(call));
+    nudge.process = process_;
+    nudge.here = CallBytes(call) <= kIssuedHereBytes;
+    executor_->StartQuietly(std::move(call));
     return issued.work;
   }
   // Inputs are on their way from a GPU, which may first have much else to do. The caller goes on;
@@ -257,6 +296,7 @@ void ProcessGroupGeoMesh::OnFailed() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (shut_ && pending_ == 0) return;  // shutdown() waits for what is pending only
   ++pending_;
+  process_->RunLater();  // what has ended before comes first, to its hooks too
   process_->completions().Post([this, process = process_.get()] {
     // The errors wait for a quick hook, but not for one that writes seconds long.
     process->completions().LetOthersPass(std::chrono::milliseconds(300));

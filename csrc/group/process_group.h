@@ -303,6 +303,10 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   };
   // Under mutex_: nothing is pending, but for what runs on this very thread.
   bool Idle() const { return pending_ == (Completing::Of(this) == nullptr ? 0 : 1); }
+  struct Ending;
+  // The end of an operation, on a thread of the completion queue: what is somebody else's code, and
+  // letting go of what it held.
+  void RunLast(std::shared_ptr<Ending> ending, bool completes_future);
   // On a thread of the completion queue, once for each that was counted as pending.
   void NoLongerPending();
 

@@ -50,6 +50,8 @@ class Staging {
   // Where copies to and from GPUs are put; empty where all tensors are on the CPU.
   std::vector<c10::Stream> streams() const { return copies_.streams(); }
 
+  // Whether the call's own memory is used, so that nothing is to be written back.
+  bool direct() const { return back_.empty() && copies_.streams().empty(); }
   // Writes staged results back. Once, when the operation succeeded; on a thread that may take
   // Python's lock.
   void CopyBack();

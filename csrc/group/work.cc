@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "group/process.h"
 
 #include <c10/util/Exception.h>
 
@@ -106,8 +107,25 @@ WorkGeoMesh::WorkGeoMesh(Description description)
       outputs_(std::move(description.outputs)),
       output_lists_(description.output_lists),
       expire_(std::move(description.expire)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(FutureType(description.output_lists),
-                                                       std::move(description.devices))) {}
+      process_(std::move(description.process)),
+      on_gpu_(!description.devices.empty()) {
+  if (!on_gpu_) return;
+  future_ = c10::make_intrusive<c10::ivalue::Future>(FutureType(output_lists_),
+                                                     std::move(description.devices));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkGeoMesh::getFuture() {
+  CheckOwner();
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (future_ != nullptr) return future_;
+    future = future_ = c10::make_intrusive<c10::ivalue::Future>(FutureType(output_lists_));
+    if (!future_due_) return future;
+  }
+  MarkFuture(*future);
+  return future;
+}
 
 void WorkGeoMesh::CheckOwner() const {
   if (getpid() == owner_) return;
@@ -134,6 +152,7 @@ std::exception_ptr WorkGeoMesh::exception() const {
 bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
   CheckOwner();
   using Clock = std::chrono::steady_clock;
+  HelpEngine();
   const bool bounded = timeout > kNoTimeout;
   const Clock::time_point deadline = bounded ? Clock::now() + timeout : Clock::time_point::max();
   bool expired = false;
@@ -156,19 +175,28 @@ bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
     lock.lock();
   }
   const std::exception_ptr exception = exception_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future = future_;
   lock.unlock();
-  // The future is completed next, on the thread that completed this; callers take its value then.
-  // Not for ever: once Python has ended it is not completed at all.
+  // The future is completed next, on the completion thread; callers take its value then. Not for
+  // ever: once Python has ended it is not completed at all.
   const Clock::time_point next = Clock::now() + kFutureFollows;
-  while (!future_->completed() && Clock::now() < next) std::this_thread::yield();
+  while (future != nullptr && !future->completed() && Clock::now() < next) {
+    std::this_thread::yield();
+  }
   if (exception) std::rethrow_exception(exception);
   synchronize();
   return true;
 }
 
+void WorkGeoMesh::HelpEngine() {
+  if (const std::shared_ptr<Process> process = process_.lock()) {
+    process->engine().Help([this] { return isCompleted(); }, process->patience());
+  }
+}
+
 void WorkGeoMesh::synchronize() {
   // The future recorded events when it was marked completed, an instant after waiters were let go.
-  if (!future_->devices().empty()) future_->wait();
+  if (on_gpu_) getFuture()->wait();
 }
 
 void WorkGeoMesh::Expire(const absl::Status& reason) {
@@ -217,6 +245,16 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkGeoMesh::getFutureResult() {
   return ResultAfter(getFuture(), {self});
 }
 
+bool WorkGeoMesh::CompleteHere(const exec::Outcome& outcome) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (future_ != nullptr || recordFunctionEndCallback_) return false;
+    future_due_ = true;
+  }
+  Complete(absl::OkStatus(), outcome);
+  return true;
+}
+
 void WorkGeoMesh::Complete(const absl::Status& status, const exec::Outcome& outcome) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -235,15 +273,25 @@ void WorkGeoMesh::Complete(const absl::Status& status, const exec::Outcome& outc
 }
 
 void WorkGeoMesh::CompleteFuture() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    future_due_ = true;
+    future = future_;
+  }
+  if (future != nullptr) MarkFuture(*future);
+}
+
+void WorkGeoMesh::MarkFuture(c10::ivalue::Future& future) const {
   if (const std::exception_ptr failure = exception()) {
-    future_->setError(failure);
+    future.setError(failure);
   } else if (output_lists_ == 1) {
-    future_->markCompleted(c10::IValue(outputs_));
+    future.markCompleted(c10::IValue(outputs_));
   } else {
     std::vector<std::vector<at::Tensor>> lists(output_lists_);
     const size_t length = outputs_.size() / output_lists_;
     for (size_t i = 0; i < outputs_.size(); ++i) lists[i / length].push_back(outputs_[i]);
-    future_->markCompleted(c10::IValue(std::move(lists)));
+    future.markCompleted(c10::IValue(std::move(lists)));
   }
 }
 

@@ -45,6 +45,8 @@ void EndPython();
 std::exception_ptr ToException(const absl::Status& status);
 [[noreturn]] void Throw(const absl::Status& status);
 
+class Process;
+
 class WorkGeoMesh : public c10d::Work {
  public:
   struct Description {
@@ -59,7 +61,8 @@ class WorkGeoMesh : public c10d::Work {
     uint64_t sequence = 0;
     std::chrono::milliseconds timeout{0};
     std::function<void(const absl::Status&)>
-        expire;  // ends the operation when a wait(timeout) runs out
+        expire;                      // ends the operation when a wait(timeout) runs out
+    std::weak_ptr<Process> process;  // whose engine a wait may help
   };
   explicit WorkGeoMesh(Description description);
 
@@ -74,10 +77,7 @@ class WorkGeoMesh : public c10d::Work {
   // Returns when the operation is done, and as synchronize().
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    CheckOwner();
-    return future_;
-  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   // Its value is a c10d::WorkResult, also where the work failed: it has no error.
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   c10d::WorkResult work_result() const;  // UNKNOWN until it is done
@@ -93,6 +93,9 @@ class WorkGeoMesh : public c10d::Work {
   // all-reduce.
   exec::Outcome outcome() const;
 
+  // On any thread, instead of the two that follow: lets waiters go. False, and nothing is done,
+  // where somebody else's code is to run as the work ends: a future's callbacks, a profiler's.
+  bool CompleteHere(const exec::Outcome& outcome);
   // Once, on the completion thread: lets waiters go.
   void Complete(const absl::Status& status, const exec::Outcome& outcome);
   // Once, after that: the future, and with it its callbacks. The streams that results were put on
@@ -104,6 +107,9 @@ class WorkGeoMesh : public c10d::Work {
 
  private:
   void Expire(const absl::Status& reason);
+  // Runs the engine here until the work is done, where it may.
+  void HelpEngine();
+  void MarkFuture(c10::ivalue::Future& future) const;
   // Throws in a fork, where nothing completes the work (and its lock may be held for ever).
   void CheckOwner() const;
 
@@ -117,7 +123,12 @@ class WorkGeoMesh : public c10d::Work {
   std::vector<at::Tensor> outputs_;
   const size_t output_lists_;
   std::function<void(const absl::Status&)> expire_;  // guarded by mutex_; empty once complete
+  const std::weak_ptr<Process> process_;
+  // Made when it is first asked for (with GPUs at once: it orders streams): most works have none,
+  // and no callbacks. Guarded by mutex_.
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool future_due_ = false;  // guarded by mutex_: it is to be made completed
+  const bool on_gpu_;
   std::chrono::steady_clock::time_point end_;  // guarded by mutex_, as the base's state
   exec::Outcome outcome_;                      // guarded by mutex_
   c10d::WorkResult work_result_ = c10d::WorkResult::UNKNOWN;  // guarded by mutex_

@@ -27,6 +27,13 @@ constexpr absl::Duration kBetweenRecords = absl::Seconds(1);
 constexpr absl::Duration kRefusalLinger = absl::Seconds(1);
 constexpr absl::Duration kDrainCheck = absl::Milliseconds(2);
 constexpr int kAnnounceTicks = 2;
+constexpr absl::Duration kKnockPause = absl::Milliseconds(100);
+constexpr absl::Duration kKnockPatience = absl::Seconds(1);
+// A caller that helps goes back to its own business, and to its signals, after this.
+constexpr absl::Duration kLongestHelp = absl::Milliseconds(20);
+constexpr absl::Duration kHelpRemembered = absl::Milliseconds(20);
+// Another call of a caller that helped may follow.
+constexpr absl::Duration kHelpFollows = absl::Microseconds(200);
 
 }  // namespace
 
@@ -84,6 +91,11 @@ void Core::Post(EventLoop::Work work) {
   loop_->Post(std::move(work));
 }
 
+void Core::PostQuietly(EventLoop::Work work) {
+  if (abandoned() || stopping_.load(std::memory_order_relaxed)) return;
+  loop_->PostQuietly(std::move(work));
+}
+
 void Core::AbandonAfterFork() {
   abandoned_.store(true, std::memory_order_relaxed);
   loop_->AbandonAfterFork();
@@ -92,13 +104,77 @@ void Core::AbandonAfterFork() {
 // ---- the loop ----
 
 void Core::Run() {
+  std::unique_lock<std::mutex> turn(turn_);
   ScheduleTick(std::chrono::steady_clock::now());
   while (!stopping_.load(std::memory_order_relaxed)) {
     if (Turn()) continue;
     if (!wire_->Arm()) continue;
-    loop_->Sleep(wire_->fd());
+    Sleep(turn);
   }
-  Finish();
+  Finish(turn);
+}
+
+void Core::Sleep(std::unique_lock<std::mutex>& turn) {
+  const auto helped_within = [this](absl::Duration time) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::nanoseconds(now).count() - helped_at_ns_.load(std::memory_order_relaxed) <
+           absl::ToInt64Nanoseconds(time);
+  };
+  // Callers that help leave timers behind, and would have to wake this thread for each.
+  const absl::Duration most = helped_within(kHelpRemembered) ? kAckDelay : absl::InfiniteDuration();
+  loop_->Sleep(wire_->fd(), most, turn, [&] { return helping_ || helped_within(kHelpFollows); });
+}
+
+void Core::Nudge(bool here) {
+  if (abandoned() || stopping_.load(std::memory_order_relaxed)) return;
+  if (here) {
+    if (const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock); turn.owns_lock()) {
+      if (stopping_.load(std::memory_order_relaxed)) return;
+      loop_->RunPosted();
+      RunDeferred();
+      PumpDirty();
+      return LeaveTurn();
+    }
+  }
+  loop_->Wake();
+}
+
+bool Core::Help(absl::FunctionRef<bool()> done, absl::Duration patience) {
+  if (abandoned() || stopping_.load(std::memory_order_relaxed)) return false;
+  const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (!turn.owns_lock() || stopping_.load(std::memory_order_relaxed)) {
+    return false;
+  }
+  helping_ = true;
+  const Instant begin = std::chrono::steady_clock::now();
+  Instant idle_since = begin;
+  while (!done() && !stopping_.load(std::memory_order_relaxed)) {
+    const bool did = Turn();
+    const Instant now = std::chrono::steady_clock::now();
+    if (did) idle_since = now;
+    if (Between(idle_since, now) >= patience && !did) break;
+    if (Between(begin, now) >= kLongestHelp) break;
+  }
+  helping_ = false;
+  LeaveTurn();
+  if (!done()) {
+    helped_at_ns_.store(0, std::memory_order_relaxed);  // the engine's own thread goes on, at once
+    loop_->Wake();
+  }
+  return true;
+}
+
+void Core::LeaveTurn() {
+  helped_at_ns_.store(
+      std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(),
+      std::memory_order_relaxed);
+  // The engine's thread has left the wire armed when it went to sleep. What has come since the last
+  // look is its own affair.
+  const auto rests = [this] { return !loop_->has_posted() && deferred_.empty() && wire_->Arm(); };
+  if ((!rests() && (Turn(), !rests())) || loop_->TimerBeforeAlarm() ||
+      stopping_.load(std::memory_order_relaxed)) {
+    loop_->Wake();
+  }
 }
 
 bool Core::Turn() {
@@ -106,14 +182,18 @@ bool Core::Turn() {
   did += wire_->Progress();
   did += loop_->RunTimers();
   did += static_cast<int>(deferred_.size());
-  // Callbacks may defer more; those run in the next turn, after the wire had its own.
+  RunDeferred();
+  PumpDirty();
+  return did > 0 || !deferred_.empty();
+}
+
+// Callbacks may defer more; those run in the next turn, after the wire had its own.
+void Core::RunDeferred() {
   for (size_t n = deferred_.size(); n > 0; --n) {
     EventLoop::Work work = std::move(deferred_.front());
     deferred_.pop_front();
     std::move(work)();
   }
-  PumpDirty();
-  return did > 0 || !deferred_.empty();
 }
 
 void Core::PumpDirty() {
@@ -167,17 +247,18 @@ void Core::Tick() {
   ScheduleTick(now + interval);
 }
 
-void Core::Finish() {
+void Core::Finish(std::unique_lock<std::mutex>& turn) {
   const absl::Status reason = absl::CancelledError("the engine of this process is shutting down");
   PumpDirty();
   channels_.clear();  // nobody is to be told of what follows
+  knock_.reset();
   for (const auto& peer : peers_) peer->Leave(reason);
   const Instant deadline = std::chrono::steady_clock::now() + goodbye_limit_;
   loop_->AddTimer(deadline, [] {});  // ends the last sleep
   while (std::chrono::steady_clock::now() < deadline &&
          !std::all_of(peers_.begin(), peers_.end(), [](const auto& p) { return p->delivered(); })) {
     if (Turn() || !wire_->Arm()) continue;
-    loop_->Sleep(wire_->fd());
+    Sleep(turn);
   }
   for (const auto& peer : peers_) {
     peer->Lose(reason, /*left=*/true);
@@ -212,6 +293,7 @@ absl::StatusOr<PeerId> Core::AddPeer(const PeerRecord& record) {
   peer_ids_.emplace(key, id);
   Peer* peer = peers_.back().get();
   peer->Connect();
+  if (peer->connecting()) KnockLater();
 
   std::vector<Stranger> waiting;
   for (const auto& [lane, stranger] : strangers_) {
@@ -225,6 +307,32 @@ absl::StatusOr<PeerId> Core::AddPeer(const PeerRecord& record) {
     if (!peer->Accept(stranger.lane, stranger.index, stranger.hello)) wire_->Close(stranger.lane);
   }
   return id;
+}
+
+void Core::KnockLater() {
+  if (std::exchange(knock_timer_armed_, true)) return;
+  loop_->AddTimer(std::chrono::steady_clock::now() + kKnockPause, [this] {
+    knock_timer_armed_ = false;
+    KnockAtNext();
+  });
+}
+
+void Core::KnockAtNext() {
+  const Instant now = std::chrono::steady_clock::now();
+  if (knock_ != nullptr) {
+    const bool early = Between(knocked_when_, now) < kKnockPatience;
+    if (early && knock_->answer() == Knock::Answer::kNone) return KnockLater();
+    peers_[knocked_at_]->OnKnock(*knock_);
+    knock_.reset();
+  }
+  for (size_t tried = 0; tried < peers_.size(); ++tried) {
+    knocked_at_ = (knocked_at_ + 1) % peers_.size();
+    const Peer& peer = *peers_[knocked_at_];
+    if (!peer.connecting()) continue;
+    knock_ = wire_->KnockAt(peer.record().address);
+    knocked_when_ = now;
+    return KnockLater();
+  }
 }
 
 Peer* Core::FindPeer(PeerId peer) const {

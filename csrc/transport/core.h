@@ -1,16 +1,19 @@
 // The engine's inside: owns wire, peers and channels, and runs the loop. Everything here happens on
-// the engine thread, except where said.
+// the engine thread, except where said: whoever has the turn, which is the engine's own thread
+// unless that sleeps and a caller goes on in its place (Nudge, Help).
 #pragma once
 
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
 #include "transport/engine.h"
 #include "transport/loop.h"
 #include "transport/peer.h"
@@ -30,6 +33,9 @@ class Core : private WireEvents, public PeerHost {
   // Ends everything and joins the thread.
   void Stop();
   void Post(EventLoop::Work work);
+  void PostQuietly(EventLoop::Work work);
+  void Nudge(bool here);
+  bool Help(absl::FunctionRef<bool()> done, absl::Duration patience);
   const ProcessUid& uid() const { return uid_; }
   const std::string& wire_name() const { return wire_name_; }
   const std::string& address() const { return address_; }  // constant after Start
@@ -105,12 +111,20 @@ class Core : private WireEvents, public PeerHost {
   void Run();
   // One round of everything that is ready. False: nothing was.
   bool Turn();
+  void RunDeferred();
+  // Ends a turn of another thread than the engine's own: what may sleep meanwhile will wake.
+  void LeaveTurn();
+  void Sleep(std::unique_lock<std::mutex>& turn);
   void PumpDirty();
   void Tick();
   void ScheduleTick(Instant at);
   void Refuse(LaneId lane, const Hello& hello, absl::string_view why);
+  // While peers take long to connect, knocks at one after the other's door: at one at a time, since
+  // each knock is a connection to somebody who may have few descriptors left.
+  void KnockLater();
+  void KnockAtNext();
   void RememberClosed(uint64_t channel, const absl::Status& reason);
-  void Finish();
+  void Finish(std::unique_lock<std::mutex>& turn);
 
   EngineOptions options_;
   const ProcessUid uid_;
@@ -118,6 +132,11 @@ class Core : private WireEvents, public PeerHost {
   std::unique_ptr<Wire> wire_;
   std::string wire_name_, address_;
   std::thread thread_;
+  // Who has it is the engine thread for the moment: its own thread, but while that sleeps, or a
+  // caller's that waits for something or has just asked for it.
+  std::mutex turn_;
+  std::atomic<bool> helping_{false};
+  std::atomic<int64_t> helped_at_ns_{0};  // on Instant's clock
   std::atomic<bool> stopping_{false};
   std::atomic<bool> abandoned_{false};
 
@@ -136,6 +155,11 @@ class Core : private WireEvents, public PeerHost {
   std::deque<uint64_t> closed_order_;
   absl::flat_hash_map<uint64_t, std::pair<PeerId, absl::Status>> closed_early_;
   std::deque<uint64_t> closed_early_order_;
+
+  std::unique_ptr<Knock> knock_;
+  size_t knocked_at_ = 0;  // which peer
+  Instant knocked_when_;
+  bool knock_timer_armed_ = false;
 
   Recorder recorder_;
   Instant record_written_;

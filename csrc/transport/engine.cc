@@ -67,6 +67,14 @@ const std::string& Engine::address() const { return core_->address(); }
 std::string Engine::memory_offer() const { return core_->memory_offer(); }
 void Engine::Post(absl::AnyInvocable<void() &&> work) { core_->Post(std::move(work)); }
 
+void Engine::PostQuietly(absl::AnyInvocable<void() &&> work) {
+  core_->PostQuietly(std::move(work));
+}
+void Engine::Nudge(bool here) { core_->Nudge(here); }
+bool Engine::Help(absl::FunctionRef<bool()> done, absl::Duration patience) {
+  return core_->Help(done, patience);
+}
+
 absl::Status Engine::Drain(absl::Time deadline) {
   const Instant until = std::chrono::steady_clock::now() + (deadline - absl::Now());
   auto state = std::make_shared<internal::CallState<absl::Status>>();

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -172,6 +173,17 @@ class Engine {
   // Runs `work` on the engine thread, in the order of the calls of one thread. After destruction
   // has begun: dropped.
   void Post(absl::AnyInvocable<void() &&> work);
+
+  // Post in two steps, for who is about to wait: Nudge sees to it that what was posted is run, and
+  // with `here` by the calling thread, if it can be at once. The caller holds no lock that a
+  // callback of the engine takes.
+  void PostQuietly(absl::AnyInvocable<void() &&> work);
+  void Nudge(bool here);
+
+  // Runs the engine on the calling thread instead of having it woken by another one, until `done`,
+  // or nothing has happened for `patience`, or for some 20 ms. False: it runs already, or has
+  // ended, and nothing was done. The caller holds no lock that a callback of the engine takes.
+  bool Help(absl::FunctionRef<bool()> done, absl::Duration patience);
 
   // Posts and waits for the result. Not from the engine thread.
   template <typename F>

@@ -12,6 +12,11 @@
 #include "absl/strings/str_cat.h"
 
 namespace geomesh::transport {
+namespace {
+
+constexpr absl::Duration kNap = absl::Microseconds(100);
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<EventLoop>> EventLoop::Create() {
   const int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
@@ -28,11 +33,19 @@ EventLoop::~EventLoop() {
 }
 
 void EventLoop::Post(Work work) {
+  PostQuietly(std::move(work));
+  Wake();
+}
+
+void EventLoop::PostQuietly(Work work) {
   Node* node = new Node{posted_.load(std::memory_order_relaxed), std::move(work)};
   // seq_cst on this and on sleeping_: either the loop sees the node, or we see that it sleeps.
   while (!posted_.compare_exchange_weak(node->next, node, std::memory_order_seq_cst,
                                         std::memory_order_relaxed)) {
   }
+}
+
+void EventLoop::Wake() {
   if (sleeping_.exchange(false, std::memory_order_seq_cst)) {
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t n = write(wake_fd_, &one, sizeof(one));
@@ -106,21 +119,24 @@ int EventLoop::RunTimers() {
   return count;
 }
 
-void EventLoop::Sleep(int fd) {
+void EventLoop::Sleep(int fd, absl::Duration most, std::unique_lock<std::mutex>& turn,
+                      absl::FunctionRef<bool()> others_at_it) {
   sleeping_.store(true, std::memory_order_seq_cst);
   if (posted_.load(std::memory_order_seq_cst) == nullptr) {
     pollfd fds[2] = {{wake_fd_, POLLIN, 0}, {fd, POLLIN, 0}};
-    timespec timeout{};
-    const timespec* timeout_ptr = nullptr;
-    if (!timers_.empty()) {
-      const auto left = timers_.begin()->first.first - std::chrono::steady_clock::now();
-      const int64_t ns = std::clamp<int64_t>(
-          std::chrono::duration_cast<std::chrono::nanoseconds>(left).count(), 0, 3600000000000);
-      timeout.tv_sec = ns / 1000000000;
-      timeout.tv_nsec = ns % 1000000000;
-      timeout_ptr = &timeout;
-    }
-    ppoll(fds, 2, timeout_ptr, nullptr);
+    const Instant now = std::chrono::steady_clock::now();
+    alarm_ = now + std::min(most, absl::Hours(1));
+    if (!timers_.empty()) alarm_ = std::min(alarm_, timers_.begin()->first.first);
+    const int64_t ns = std::max<int64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(alarm_ - now).count(), 0);
+    const timespec timeout{ns / 1000000000, ns % 1000000000};
+    turn.unlock();
+    ppoll(fds, 2, &timeout, nullptr);
+    // Somebody else at it: there is no hurry, and to look at `fd` meanwhile would cost a wake-up
+    // for each message. Who posts to this thread wakes it.
+    const timespec nap{0, absl::ToInt64Nanoseconds(kNap)};
+    while ((fds[0].revents & POLLIN) == 0 && others_at_it()) ppoll(fds, 1, &nap, nullptr);
+    turn.lock();
     if ((fds[0].revents & POLLIN) != 0) {
       uint64_t count = 0;
       [[maybe_unused]] const ssize_t n = read(wake_fd_, &count, sizeof(count));

@@ -67,9 +67,12 @@ class Peer : private Inbox::Host {
   bool lost() const { return state_ == State::kLost; }
   const absl::Status& lost_reason() const { return lost_reason_; }
   bool connected() const { return state_ == State::kConnected; }
+  bool connecting() const { return state_ == State::kConnecting; }
 
   // Begins to connect, or to wait for it.
   void Connect();
+  // While connecting: what came of a knock at its address.
+  void OnKnock(Knock& knock);
   // A lane that the peer dialled. False: not wanted.
   bool Accept(LaneId lane, int index, const Hello& hello);
 
@@ -143,7 +146,6 @@ class Peer : private Inbox::Host {
   void CloseStalled(Instant now);
   bool DelayLooksInflated() const;
   bool MeasuresDelay(Instant now);
-  void KnockLater();
   void RetryDial(const absl::Status& reason);
   void Welcome(Lane* lane);
   void BecomeConnected();
@@ -212,9 +214,8 @@ class Peer : private Inbox::Host {
   absl::Duration retry_in_ = absl::Milliseconds(100);
   bool retry_pending_ = false;
   Instant connect_deadline_;
-  std::unique_ptr<Knock> knock_;  // while connecting takes long
-  int knocks_ = 0, refused_ = 0;  // so far; in a row
-  std::string connect_trouble_;   // the last one, for the error
+  int refused_ = 0;              // knocks in a row
+  std::string connect_trouble_;  // the last one, for the error
 
   std::vector<std::unique_ptr<Lane>> lanes_;
   // Delay without queues is being measured; bulk waits.

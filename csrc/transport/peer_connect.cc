@@ -10,8 +10,6 @@
 namespace geomesh::transport {
 namespace {
 
-constexpr absl::Duration kKnockPause = absl::Milliseconds(100);
-constexpr int kFrequentKnocks = 8;
 constexpr int kRefusals = 3;
 constexpr absl::Duration kMaxRetry = absl::Seconds(1);
 constexpr absl::Duration kMaxDialMore = absl::Seconds(30);
@@ -31,7 +29,6 @@ void Peer::Connect() {
                                              "\": set the same on all ranks")));
     return;
   }
-  KnockLater();
   if (dials_) return Dial(tuner_.lanes(), /*more=*/false);
   if (auto status = host_->wire().CheckAddress(record_.address, Description()); !status.ok()) {
     Lose(absl::UnavailableError(absl::StrCat("cannot be called by ", status.message())));
@@ -40,21 +37,12 @@ void Peer::Connect() {
 
 // A peer's process listened when it was met here. Refused again and again, it has ended: nobody
 // need wait until no attempt to connect has succeeded.
-void Peer::KnockLater() {
-  const absl::Duration pause = knocks_ < kFrequentKnocks ? kKnockPause : kMaxRetry;
-  host_->RunAt(std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(pause), [this] {
-    if (state_ != State::kConnecting) return knock_.reset();
-    const Knock::Answer answer = knock_ == nullptr ? Knock::Answer::kNone : knock_->answer();
-    refused_ = answer == Knock::Answer::kNobody ? refused_ + 1 : 0;
-    if (refused_ == kRefusals) {
-      return Lose(absl::UnavailableError(absl::StrCat("lost ", Description(),
-                                                      ": nobody listens at ", knock_->where(),
-                                                      " any more: its process has ended")));
-    }
-    ++knocks_;
-    knock_ = host_->wire().KnockAt(record_.address);
-    KnockLater();
-  });
+void Peer::OnKnock(Knock& knock) {
+  if (state_ != State::kConnecting) return;
+  refused_ = knock.answer() == Knock::Answer::kNobody ? refused_ + 1 : 0;
+  if (refused_ < kRefusals) return;
+  Lose(absl::UnavailableError(absl::StrCat("lost ", Description(), ": nobody listens at ",
+                                           knock.where(), " any more: its process has ended")));
 }
 
 void Peer::Dial(int lanes, bool more) {

@@ -20,6 +20,7 @@ _VARYING = [
     (r"\bhost [\w.-]+", "host HOST"),
     (r"\brank \d on host HOST \(\w+\) reported:", "RANK reported:"),  # who was first
     (r" \(at \d\d:\d\d:\d\d\.\d{3} UTC\)", ""),
+    (r"nobody listens at \S+", "nobody listens at ADDRESS"),
     (r"interfaces present: .*", "interfaces present: THESE"),
     (r"lane \d+ to .*?: (connection lost|cannot connect)", r"lane N to PEER: \1"),
     (r"cannot connect: UCX: [^;]*", "cannot connect: UCX: REASON"),

@@ -812,11 +812,12 @@ def trained() -> Texts:
 
 
 class _LastWords(dist.Store):
-    """Ends the process as soon as its record is in the real store."""
+    """Calls ``after`` as soon as this rank's record is in the real store."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, after: Callable[[], object]) -> None:
         super().__init__()
         self._store = store
+        self._after = after
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
@@ -824,16 +825,25 @@ class _LastWords(dist.Store):
     def set(self, key: str, value: bytes | str) -> None:
         self._store.set(key, bytes(value) if isinstance(value, bytes | bytearray) else value)
         if key.endswith("/rank3"):
-            os._exit(0)
+            self._after()
 
 
-def nobody_connects() -> str:
+def met_only(after: Callable[[], object]) -> str:
+    """Join, and on rank 3 do ``after`` before anybody can have connected to it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store: dist.Store = dist.TCPStore(address, port, None, False)
     if os.environ["RANK"] == "3":
-        store = _LastWords(store)
+        store = _LastWords(store, after)
     join(timedelta(seconds=60), store)
     return error_of(dist.all_reduce, torch.ones(1000))
+
+
+def stopped_when_met() -> str:
+    return met_only(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def dead_when_met() -> str:
+    return met_only(lambda: os._exit(0))
 
 
 def never_connected(world: World) -> Texts:
@@ -844,4 +854,12 @@ def never_connected(world: World) -> Texts:
     return {NEVER_CONNECTED: [text if listens else None, None if listens else text]}
 
 
-NEVER_CONNECTED = "A rank died before it was connected"
+NEVER_CONNECTED = "A rank was never reached"
+
+
+@provokes("A rank died before it was connected")
+def died_before_it_was_connected() -> Texts:
+    world = start_ranks(4, dead_when_met, initialize=False, per_rank_environment=REGIONS)
+    text = first_hand([outcome.value for outcome in world.join(60, expect_dead=(3,))])
+    # A connection may have been made in its last moments; then it is like any other loss.
+    return {"A rank died before it was connected": [text if "nobody listens" in text else None]}

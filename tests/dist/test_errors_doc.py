@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from errors_page import REGIONS, Texts, comparable, entries, write
-from provoked_errors import NEVER_CONNECTED, never_connected, nobody_connects, provokers
+from provoked_errors import NEVER_CONNECTED, never_connected, provokers, stopped_when_met
 from ranks import World, start_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
 def unconnected() -> Iterator[World]:
-    world = start_ranks(4, nobody_connects, initialize=False, per_rank_environment=REGIONS)
+    world = start_ranks(4, stopped_when_met, initialize=False, per_rank_environment=REGIONS)
     yield world
     for process in world.processes:
         process.kill()

@@ -488,7 +488,7 @@ def test_what_a_rank_was_sending_when_it_returned_comes_whole_or_is_an_error(lef
     assert left.receive_s < SOON_S * BUSY
     if not left.receive_right:
         text = left.receive_error or "wrong data came, and no error"
-        assert re.search(r"recv\(Float\[8000000\], from rank 1, tag 0\), sequence \d+: ", text), (
+        assert re.search(r"recv\(Float\[8000000\], from rank 4, tag 0\), sequence \d+: ", text), (
             text
         )
         assert re.search(r"\brank 4 on host", text), text

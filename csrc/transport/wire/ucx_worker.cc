@@ -69,7 +69,7 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::OpenPort(const Device& dev
   GM_ASSIGN_OR_RETURN(self->context_, MakeUcxContext(device, port));
   ucp_worker_params_t params = {};
   params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-  params.thread_mode = UCS_THREAD_MODE_SINGLE;
+  params.thread_mode = UCS_THREAD_MODE_SERIALIZED;  // the engine's turn goes from thread to thread
   if (auto status = ucp_worker_create(self->context_, &params, &self->worker_); status != UCS_OK) {
     self->worker_ = nullptr;
     return UcxStatus(status,
