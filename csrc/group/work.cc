@@ -189,9 +189,9 @@ bool WorkGeoMesh::wait(std::chrono::milliseconds timeout) {
 }
 
 void WorkGeoMesh::HelpEngine() {
-  if (const std::shared_ptr<Process> process = process_.lock()) {
-    process->engine().Help([this] { return isCompleted(); }, process->patience());
-  }
+  const std::shared_ptr<Process> process = process_.lock();
+  if (process == nullptr || process->patience() == absl::ZeroDuration()) return;
+  process->engine().Help([this] { return isCompleted(); }, process->patience());
 }
 
 void WorkGeoMesh::synchronize() {

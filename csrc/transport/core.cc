@@ -157,17 +157,18 @@ bool Core::Help(absl::FunctionRef<bool()> done, absl::Duration patience) {
   }
   helping_ = false;
   LeaveTurn();
-  if (!done()) {
-    helped_at_ns_.store(0, std::memory_order_relaxed);  // the engine's own thread goes on, at once
+  if (done()) {
+    helped_at_ns_.store(
+        std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(),
+        std::memory_order_relaxed);
+  } else {  // the engine's own thread goes on, at once
+    helped_at_ns_.store(0, std::memory_order_relaxed);
     loop_->Wake();
   }
   return true;
 }
 
 void Core::LeaveTurn() {
-  helped_at_ns_.store(
-      std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(),
-      std::memory_order_relaxed);
   // The engine's thread has left the wire armed when it went to sleep. What has come since the last
   // look is its own affair.
   const auto rests = [this] { return !loop_->has_posted() && deferred_.empty() && wire_->Arm(); };
