@@ -118,11 +118,11 @@ def stats(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        One a peer, this rank among them (without lanes and traffic): ``peer``, ``lanes``,
-        ``bytes_sent``, ``bytes_received``, ``segments_sent``, ``segments_received``,
-        ``unexpected_bytes``, ``delivery_bytes_per_s``, ``rtt_s``, ``silent_s``, ``lanes_lost``,
-        ``queue_wait_s`` (all its segments' waiting for a lane together), and ``lane_stats``, one a
-        lane: ``name``, ``bytes_sent``, ``segments_sent``, ``in_flight_bytes``, ``window_bytes``,
+        One a peer: ``peer`` (this rank too, without lanes and traffic), ``lanes``, ``bytes_sent``,
+        ``bytes_received``, ``segments_sent``, ``segments_received``, ``unexpected_bytes``,
+        ``delivery_bytes_per_s``, ``rtt_s``, ``silent_s``, ``lanes_lost``, ``queue_wait_s`` (all its
+        segments' waiting for a lane together), and ``lane_stats``, one a lane: ``name``,
+        ``bytes_sent``, ``segments_sent``, ``in_flight_bytes``, ``window_bytes``,
         ``delivery_bytes_per_s``, ``rtt_s``, ``min_rtt_s``.
     """
     return backend_of(group).stats()

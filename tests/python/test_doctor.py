@@ -423,6 +423,7 @@ def test_settings_that_may_differ_are_not_compared() -> None:
     own = {name: "x" for name in doctor._OWN}
     assert set(doctor.settings_of(machine(**own, GEOMESH_LANES="2"))) == {
         "GEOMESH_LANES",
+        "UCX",
         "a key",
         "the topology",
         "torch",
