@@ -526,5 +526,112 @@ TEST(EngineTest, CallFromDestroyedEngineReturns) {
   EXPECT_EQ(pending.Wait().code(), absl::StatusCode::kCancelled);
 }
 
+// ---- Callers that run the engine themselves ----
+
+// Begins a receive and a send of the same key, on this thread if the engine's own one sleeps.
+std::pair<Received, Done> Exchange(Node& self, PeerId peer, uint64_t id,
+                                   const std::vector<std::byte>& bytes) {
+  Received received(bytes.size());
+  Done done;
+  auto kept = std::make_shared<const std::vector<std::byte>>(bytes);
+  self.engine->PostQuietly([engine = self.engine.get(), peer, id, kept, received, done]() mutable {
+    engine->Recv(
+        peer, {{kChannel, id}}, received.buffer(),
+        [received](absl::StatusOr<size_t> size) mutable { received.Finish(std::move(size)); });
+    engine->Send(peer, {{kChannel, id}}, absl::MakeConstSpan(*kept),
+                 [kept, done](const absl::Status& status) mutable { done.Finish(status); });
+  });
+  self.engine->Nudge(/*here=*/id % 3 != 0);
+  return {received, done};
+}
+
+TEST(HelpTest, ManyCallersExchangeMessagesAndNoneIsLost) {
+  FakeNetwork network;
+  Pair pair(&network);
+  const PeerId at_a = pair.a.Id(pair.b), at_b = pair.b.Id(pair.a);
+  constexpr int kThreads = 3, kRounds = 400;
+  std::atomic<int> right = 0;
+  const auto run = [&](Node& self, PeerId peer, uint64_t own, uint64_t other, int thread) {
+    for (int round = 0; round < kRounds; ++round) {
+      const uint64_t id = static_cast<uint64_t>(round) * kThreads + thread + 1;
+      const size_t size = round % 50 == 7 ? 2 * kSegment + 1 : round % 97;
+      auto [received, done] = Exchange(self, peer, id, RandomBytes(size, 2 * id + own));
+      // With patience, without, and not at all: then the engine's own thread has to go on.
+      if (round % 4 != 3) {
+        self.engine->Help([&] { return received.over(); },
+                          round % 4 == 2 ? absl::ZeroDuration() : absl::Microseconds(200));
+      }
+      ASSERT_EQ(received.Wait(), absl::OkStatus()) << id;
+      ASSERT_EQ(done.Wait(), absl::OkStatus()) << id;
+      right += received.bytes() == RandomBytes(size, 2 * id + other) ? 1 : 0;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] { run(pair.a, at_a, 0, 1, thread); });
+    threads.emplace_back([&, thread] { run(pair.b, at_b, 1, 0, thread); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(right, 2 * kThreads * kRounds);
+}
+
+TEST(HelpTest, WhatIsToBeDoneLaterIsDoneAlthoughNobodyHelpsThen) {
+  FakeNetwork network;
+  EngineOptions options;  // nothing else wakes the engine for hours
+  options.heartbeat = absl::Hours(2);
+  options.suspect_after = absl::Hours(16);
+  options.dead_after = absl::Hours(24);
+  Pair pair(&network, options);
+  const PeerId at_a = pair.a.Id(pair.b);
+  for (int round = 0; round < 10; ++round) {
+    absl::SleepFor(absl::Milliseconds(150));  // until no alarm of the engine's own is near
+    // A timer that comes before the engine's alarm, left by a caller.
+    Done done;
+    pair.a.engine->PostQuietly([engine = pair.a.engine.get(), done]() mutable {
+      engine->AddTimer(absl::Now() + absl::Milliseconds(1),
+                       [done]() mutable { done.Finish(absl::OkStatus()); });
+    });
+    pair.a.engine->Nudge(/*here=*/true);
+    ASSERT_EQ(done.Wait(), absl::OkStatus());
+    // A request begun by a caller that does not wait, and one by a caller that helps in vain.
+    const uint64_t id = 5000 + round;
+    auto [received, sent] = Exchange(pair.a, at_a, id, RandomBytes(8, 2 * id));
+    if (round % 2 == 0) pair.a.engine->Help([] { return false; }, absl::Microseconds(50));
+    const std::vector<std::byte> answer = RandomBytes(8, 2 * id + 1);
+    Done answering = pair.b.Send(pair.a, {kChannel, id}, answer);
+    Received question = pair.b.Recv(pair.a, {kChannel, id}, 8);
+    ASSERT_EQ(received.Wait(), absl::OkStatus());
+    ASSERT_EQ(question.Wait(), absl::OkStatus());
+    ASSERT_EQ(sent.Wait(), absl::OkStatus());
+    ASSERT_EQ(answering.Wait(), absl::OkStatus());
+    EXPECT_TRUE(received.bytes() == answer);
+    EXPECT_TRUE(question.bytes() == RandomBytes(8, 2 * id));
+  }
+}
+
+TEST(HelpTest, ACallerThatHelpsMayBeTheLastToHaveTheEngine) {
+  for (int round = 0; round < 20; ++round) {
+    FakeNetwork network;
+    Pair pair(&network);
+    std::shared_ptr<Engine> engine = std::move(pair.a.engine);
+    std::weak_ptr<Engine> ended = engine;
+    Done helping;
+    std::atomic<bool> stop = false;
+    std::thread helper([&stop, helping, engine]() mutable {
+      while (!stop) {
+        engine->Help([] { return false; }, absl::Microseconds(100));
+        if (!helping.over()) helping.Finish(absl::OkStatus());
+      }
+      engine.reset();
+    });
+    ASSERT_EQ(helping.Wait(), absl::OkStatus());
+    engine.reset();
+    EXPECT_FALSE(ended.expired());
+    stop = true;
+    helper.join();
+    EXPECT_TRUE(ended.expired());
+  }
+}
+
 }  // namespace
 }  // namespace geomesh::transport
