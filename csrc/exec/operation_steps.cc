@@ -5,6 +5,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
+#include "base/arithmetic.h"
 #include "exec/operation.h"
 
 namespace geomesh::exec {
@@ -94,6 +95,7 @@ codec::SignAccumulator& Operation::AccumulatorOf(uint32_t scratch_block) {
 template <typename Work>
 bool Operation::Compute(uint32_t step, int64_t touched_bytes, Work work) {
   if (touched_bytes <= kInlineBytes) {
+    const CommonArithmetic common;
     absl::Status status = work();
     if (status.ok()) return true;
     Fail(std::move(status));
@@ -102,6 +104,7 @@ bool Operation::Compute(uint32_t step, int64_t touched_bytes, Work work) {
   if (step < state_.size()) state_[step] = StepState::kUnderWay;
   ++under_way_;
   group_->compute->Submit([self = Self(), step, work = std::move(work)]() mutable {
+    const CommonArithmetic common;
     absl::Status status = self->stopped_.load(std::memory_order_relaxed)
                               ? absl::CancelledError("stopped before it began")
                               : work();

@@ -139,7 +139,7 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
     if (direct && status.ok() && ending->work->CompleteHere(outcome)) {
       return process->Later([this, process, ending = std::move(ending)]() mutable {
         process->completions().LetOthersPass();
-        RunLast(std::move(ending), /*completes_future=*/false);
+        RunLast(std::move(ending));
       });
     }
     process->completions().Post([this, process, ending = std::move(ending), status,
@@ -162,17 +162,17 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       });
       ending->work->Complete(result, outcome);
       process->completions().LetOthersPass();  // callbacks are somebody else's code
-      RunLast(std::move(ending), /*completes_future=*/true);
+      RunLast(std::move(ending));
     });
   };
   return issued;
 }
 
-void ProcessGroupGeoMesh::RunLast(std::shared_ptr<Ending> ending, bool completes_future) {
+void ProcessGroupGeoMesh::RunLast(std::shared_ptr<Ending> ending) {
   const Completing here(this);
   WorkGeoMesh& work = *ending->work;
   WhilePythonLives([&] {
-    if (completes_future) work.CompleteFuture();
+    work.CompleteFuture();
     if (here.group_is_gone() || !work.isSuccess()) return;
     RunCompletionHooks(work.getCompletionKey(), work.getDuration());
     if (here.group_is_gone() || !onCompletionHook_) return;

@@ -306,7 +306,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   struct Ending;
   // The end of an operation, on a thread of the completion queue: what is somebody else's code, and
   // letting go of what it held.
-  void RunLast(std::shared_ptr<Ending> ending, bool completes_future);
+  void RunLast(std::shared_ptr<Ending> ending);
   // On a thread of the completion queue, once for each that was counted as pending.
   void NoLongerPending();
 

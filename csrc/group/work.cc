@@ -249,9 +249,12 @@ bool WorkGeoMesh::CompleteHere(const exec::Outcome& outcome) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (future_ != nullptr || recordFunctionEndCallback_) return false;
-    future_due_ = true;
   }
   Complete(absl::OkStatus(), outcome);
+  // Who asks for the future from now on gets a completed one, who did in between waits for
+  // CompleteFuture.
+  std::lock_guard<std::mutex> lock(mutex_);
+  future_due_ = future_ == nullptr;
   return true;
 }
 
@@ -276,7 +279,7 @@ void WorkGeoMesh::CompleteFuture() {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    future_due_ = true;
+    if (std::exchange(future_due_, true)) return;
     future = future_;
   }
   if (future != nullptr) MarkFuture(*future);

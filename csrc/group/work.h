@@ -93,8 +93,8 @@ class WorkGeoMesh : public c10d::Work {
   // all-reduce.
   exec::Outcome outcome() const;
 
-  // On any thread, instead of the two that follow: lets waiters go. False, and nothing is done,
-  // where somebody else's code is to run as the work ends: a future's callbacks, a profiler's.
+  // On any thread, instead of Complete: lets waiters go. False, and nothing is done, where somebody
+  // else's code is to run as the work ends: a future's callbacks, a profiler's.
   bool CompleteHere(const exec::Outcome& outcome);
   // Once, on the completion thread: lets waiters go.
   void Complete(const absl::Status& status, const exec::Outcome& outcome);

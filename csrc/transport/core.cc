@@ -140,7 +140,9 @@ void Core::Nudge(bool here) {
 }
 
 bool Core::Help(absl::FunctionRef<bool()> done, absl::Duration patience) {
-  if (abandoned() || stopping_.load(std::memory_order_relaxed)) return false;
+  // Not where nothing is left to be done: who only looks in must not keep the engine's own thread
+  // from its work.
+  if (abandoned() || stopping_.load(std::memory_order_relaxed) || done()) return false;
   const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   if (!turn.owns_lock() || stopping_.load(std::memory_order_relaxed)) {
     return false;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 from collections.abc import Callable
@@ -203,3 +204,55 @@ def test_what_became_of_a_work() -> None:
     first, second = run_ranks(2, results)
     assert first == done
     assert second == {**done, "late": 1, "aborted": 2}
+
+
+def raced() -> None:
+    """Ask for a work's futures just as it ends, in all the ways; each has its value."""
+    tensor, short = torch.ones(4), random.Random(dist.get_rank())
+    for _ in range(3000):
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+        for _ in range(short.randrange(300)):
+            pass
+        assert work.get_future_result().wait() == 0
+        seen: list[float] = []
+        work.get_future().then(lambda _, work=work, seen=seen: seen.append(work._get_duration()))
+        work.wait()
+        assert work.get_future().wait()[0].tolist() == [1.0] * 4
+        assert len(seen) == 1
+
+
+def test_a_future_asked_for_as_the_work_ends_has_its_value() -> None:
+    run_ranks(2, raced)
+
+
+def looks_in() -> str:
+    """A thread waits again and again for what is done; the engine's deadlines come all the same."""
+    tensor = torch.ones(4)
+    done = dist.all_reduce(tensor, async_op=True)
+    done.wait()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["seen"])
+        return ""
+    over = threading.Event()
+
+    def look_in() -> None:
+        while not over.is_set():
+            done.wait()
+
+    thread = threading.Thread(target=look_in)
+    thread.start()
+    late = dist.all_reduce(tensor, async_op=True)
+    raised = late.get_future().then(lambda future: None)  # completed by the deadline alone
+    with pytest.raises(RuntimeError) as error:
+        raised.wait()
+        late.wait()
+    over.set()
+    thread.join()
+    store.set("seen", "")
+    return str(error.value)
+
+
+def test_waiting_for_what_is_done_keeps_no_deadline_from_coming() -> None:
+    text = run_ranks(2, looks_in, init={"timeout": timedelta(seconds=2)})[0]
+    assert "not done within its timeout of 2." in text

@@ -287,6 +287,26 @@ def test_halves_are_summed_in_float32_and_rounded_once(world: int) -> None:
     assert all(other == first for other in others)
 
 
+def denormals() -> list[list[int]]:
+    """Rank 0's program flushes denormals to zero; the sums are everybody's."""
+    torch.set_flush_denormal(dist.get_rank() == 0)
+    sums = []
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        for size in (4, 100_003):
+            for _ in range(50):
+                tensor = torch.ones(size, dtype=bits).view(dtype)
+                dist.all_reduce(tensor)
+                seen = tensor.view(bits)
+                assert seen.eq(seen[0]).all()
+                sums.append(int(seen[0]))
+    return sums
+
+
+def test_a_program_that_flushes_denormals_changes_no_sum() -> None:
+    for sums in run_ranks(3, denormals):
+        assert sums == [3] * 200
+
+
 def futures_and_order() -> list[float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((1000,), float(rank + i)) for i in range(20)]
