@@ -84,9 +84,11 @@ void Process::Later(absl::AnyInvocable<void() &&> work) {
 void Process::RunLater() { completions_.PostAll(std::exchange(later_, {})); }
 
 void Process::CountRanksHere(int ranks) {
+  for (int most = ranks_here_; most < ranks && !ranks_here_.compare_exchange_weak(most, ranks);) {
+  }
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return;
-  patience_ns_ = ranks <= CPU_COUNT(&cores) ? absl::ToInt64Nanoseconds(kPatience) : 0;
+  patience_ns_ = ranks_here_ <= CPU_COUNT(&cores) ? absl::ToInt64Nanoseconds(kPatience) : 0;
 }
 
 OrderedThread& Process::gpu_reads() {

@@ -44,6 +44,7 @@ class Process {
   // How long a caller that waits keeps its core busy before it sleeps: not at all where this host
   // has more ranks than cores.
   absl::Duration patience() const { return absl::Nanoseconds(patience_ns_.load()); }
+  // Of a group; the largest one counts.
   void CountRanksHere(int ranks);
 
  private:
@@ -53,6 +54,7 @@ class Process {
   OrderedThread completions_{
       "geomesh-done"};  // outlives the engine, whose last callbacks post to it
   std::unique_ptr<transport::Engine> engine_;
+  std::atomic<int> ranks_here_{0};
   std::atomic<int64_t> patience_ns_{0};
   std::vector<absl::AnyInvocable<void() &&>> later_;  // of the engine thread
   bool later_timer_ = false;

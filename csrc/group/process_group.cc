@@ -136,6 +136,7 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
   const bool direct = ending->staging->direct() && !ending->after;
   issued.done = [this, ending = std::move(ending), process = process_.get(), direct](
                     const absl::Status& status, const exec::Outcome& outcome) mutable {
+    if (direct) ending->until_done.reset();  // before anybody can call the next operation
     if (direct && status.ok() && ending->work->CompleteHere(outcome)) {
       return process->Later([this, process, ending = std::move(ending)]() mutable {
         process->completions().LetOthersPass();
