@@ -14,6 +14,7 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/log.h"
 #include "exec/census.h"
 #include "exec/mailbox.h"
 #include "exec/monitored_barrier.h"
@@ -94,6 +95,7 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   std::shared_ptr<Windows> windows;
   PointToPointCounts counts;
   bool met_another = false;    // FailAfterCensus or FailOverStray is on its way
+  absl::Status met;            // over what
   uint64_t last_sequence = 0;  // of the collectives called here
   std::map<uint64_t, std::vector<std::pair<transport::PeerId, uint64_t>>> early;  // by sequence
   std::map<uint64_t, Entry> operations;  // unfinished, by issue number
@@ -338,6 +340,7 @@ void Executor::State::BeforeDeadline(uint64_t number) {
 void Executor::State::FailAfterCensus(absl::Status cause, uint64_t number) {
   if (met_another) return;
   met_another = true;
+  met = cause;
   const auto fail = [weak = weak_from_this(), cause, number] {
     const auto state = weak.lock();
     if (state == nullptr) return;
@@ -377,6 +380,7 @@ void Executor::State::FailOverStray(transport::PeerId peer, uint64_t sequence) {
       "sequence ", sequence, ": ", engine->DescribePeer(peer),
       " sent a message for it that this rank's operation does not take: the ranks have called "
       "different operations, or with different roots or sizes"));
+  met = cause;
   const auto fail = [weak = weak_from_this(), cause, sequence] {
     const auto state = weak.lock();
     if (state == nullptr) return;
@@ -451,7 +455,10 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
 }
 
 void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
-  if (!failed && !operations.empty()) {
+  if (!failed && met_another) {  // nobody calls here any more who could be told
+    Log(LogLevel::kError, "exec", absl::StrCat("the group was destroyed, but ", met.message()));
+    Fail(met, nullptr);
+  } else if (!failed && !operations.empty()) {
     Fail(absl::CancelledError(absl::StrCat("the group was destroyed with ", operations.size(),
                                            " operations pending")),
          nullptr);
