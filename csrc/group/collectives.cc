@@ -358,6 +358,18 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::allgather_coalesced(
   TORCH_CHECK(outputs.size() == static_cast<size_t>(size_),
               "all_gather_coalesced: output lists should be equal to world size, ", size_, ", got ",
               outputs.size());
+  // As Gloo: each rank's tensors are like this rank's. (all_gather takes other sizes.)
+  for (const Tensors& list : outputs) {
+    for (size_t i = 0; i < std::min(list.size(), inputs.size()); ++i) {
+      if (!list[i].defined() || !inputs[i].defined()) continue;  // refused below, by name
+      TORCH_CHECK(list[i].scalar_type() == inputs[i].scalar_type(),
+                  "all_gather_coalesced: invalid tensor type at index ", i, ": an output is ",
+                  list[i].scalar_type(), ", the input ", inputs[i].scalar_type());
+      TORCH_CHECK(list[i].sizes() == inputs[i].sizes(),
+                  "all_gather_coalesced: invalid size of output tensor at index ", i,
+                  ": an output has shape ", list[i].sizes(), ", the input ", inputs[i].sizes());
+    }
+  }
   return Launch(
       GatherLists("all_gather_coalesced", c10d::OpType::ALLGATHER_COALESCED, outputs, inputs),
       opts.timeout);

@@ -4,8 +4,4 @@ REASONS: dict[str, str] = {
     "test_ddp_logging_data_cpu": (
         'PyTorch calls every backend that it does not know by name "custom" in DDP\'s log.'
     ),
-    "test_allgather_coalesced_checks": (
-        "It takes an output of another size than the input for an error on every rank; here sizes "
-        "may differ by rank, so only the rank whose own part does not fit can tell at once."
-    ),
 }

@@ -449,12 +449,12 @@ def test_coalesced_forms(world: int) -> None:
 
 
 def gathered_together() -> None:
-    """All dtypes and layouts in one call, of sizes that differ by rank, are one operation."""
+    """All dtypes and layouts in one call are one operation; sizes are the same on all ranks."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
     def of(r: int) -> list[torch.Tensor]:
         return [
-            torch.full((3 + r,), r + 1, dtype=torch.int8),
+            torch.full((3,), r + 1, dtype=torch.int8),
             torch.arange(10.0).view(2, 5).t() + r,
             torch.tensor(r + 0.5, dtype=torch.bfloat16),
             torch.empty(0, 4),
@@ -477,7 +477,7 @@ def gathered_together() -> None:
             assert torch.equal(a, b)
     with pytest.raises(RuntimeError, match=r"takes as many outputs of each rank as inputs \(6\)"):
         group.allgather_coalesced([tensors[:5] for tensors in outputs], of(rank))
-    with pytest.raises(RuntimeError, match=f"size of output tensor at index 0 of rank {rank}: 1 "):
+    with pytest.raises(RuntimeError, match="invalid size of output tensor at index 0: "):
         short = [[tensors[0][:1], *tensors[1:]] for tensors in outputs]
         group.allgather_coalesced(short, of(rank))
     dist.barrier()
