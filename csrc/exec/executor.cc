@@ -94,8 +94,7 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   std::shared_ptr<MonitoredBarrier> monitored_barrier;
   std::shared_ptr<Windows> windows;
   PointToPointCounts counts;
-  bool met_another = false;    // FailAfterCensus or FailOverStray is on its way
-  absl::Status met;            // over what
+  absl::Status met;            // why FailAfterCensus or FailOverStray is on its way; OK: neither is
   uint64_t last_sequence = 0;  // of the collectives called here
   std::map<uint64_t, std::vector<std::pair<transport::PeerId, uint64_t>>> early;  // by sequence
   std::map<uint64_t, Entry> operations;  // unfinished, by issue number
@@ -288,7 +287,7 @@ absl::Status Executor::State::Explain(const absl::Status& cause, const Operation
 // only), on every rank alike, so turns can't deadlock.
 void Executor::State::Schedule() {
   schedule_again = true;
-  if (scheduling || met_another) return;  // what has not begun does not begin any more
+  if (scheduling || !met.ok()) return;  // what has not begun does not begin any more
   scheduling = true;
   while (schedule_again && not_started > 0 && !failed) {
     schedule_again = false;
@@ -338,8 +337,7 @@ void Executor::State::BeforeDeadline(uint64_t number) {
 }
 
 void Executor::State::FailAfterCensus(absl::Status cause, uint64_t number) {
-  if (met_another) return;
-  met_another = true;
+  if (!met.ok()) return;
   met = cause;
   const auto fail = [weak = weak_from_this(), cause, number] {
     const auto state = weak.lock();
@@ -374,8 +372,7 @@ void Executor::State::CheckLeftOver(uint64_t sequence) {
 }
 
 void Executor::State::FailOverStray(transport::PeerId peer, uint64_t sequence) {
-  if (met_another) return;
-  met_another = true;
+  if (!met.ok()) return;
   const absl::Status cause = absl::FailedPreconditionError(absl::StrCat(
       "sequence ", sequence, ": ", engine->DescribePeer(peer),
       " sent a message for it that this rank's operation does not take: the ranks have called "
@@ -455,7 +452,7 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
 }
 
 void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
-  if (!failed && met_another) {  // nobody calls here any more who could be told
+  if (!failed && !met.ok()) {  // nobody calls here any more who could be told
     Log(LogLevel::kError, "exec", absl::StrCat("the group was destroyed, but ", met.message()));
     Fail(met, nullptr);
   } else if (!failed && !operations.empty()) {

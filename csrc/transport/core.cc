@@ -173,11 +173,14 @@ bool Core::Help(absl::FunctionRef<bool()> done, absl::Duration patience) {
 void Core::LeaveTurn() {
   // The engine's thread has left the wire armed when it went to sleep. What has come since the last
   // look is its own affair.
-  const auto rests = [this] { return !loop_->has_posted() && deferred_.empty() && wire_->Arm(); };
-  if ((!rests() && (Turn(), !rests())) || loop_->TimerBeforeAlarm() ||
-      stopping_.load(std::memory_order_relaxed)) {
-    loop_->Wake();
+  const auto rest = [this] { return !loop_->has_posted() && deferred_.empty() && wire_->Arm(); };
+  bool rests = rest();
+  if (!rests) {
+    Turn();
+    rests = rest();
   }
+  const bool stopping = stopping_.load(std::memory_order_relaxed);
+  if (!rests || loop_->TimerBeforeAlarm() || stopping) loop_->Wake();
 }
 
 bool Core::Turn() {
