@@ -27,8 +27,11 @@ struct OrderedThread::State {
   size_t idle = 0;                           // threads that wait for something to run
   std::thread::id leader;                    // runs a closure in its turn; none: nobody does
   std::optional<Clock::time_point> passing;  // from then on, others may pass the leader
+  std::vector<std::thread::id> passed;       // run closures that others have passed
   size_t starting = 0;                       // threads that have not looked yet
   bool stop = false;
+  std::vector<std::thread::id> ended;  // because of `stop`
+  std::condition_variable changed;     // for who has set `stop`
 
   static void AddThread(const std::shared_ptr<State>& self) {
     self->threads.emplace_back([self] { Run(*self); });
@@ -47,6 +50,19 @@ struct OrderedThread::State {
     return true;
   }
 
+  // Until the thread has ended. False: it runs a closure that others have passed, or could have.
+  bool AwaitEnd(std::unique_lock<std::mutex>& lock, std::thread::id thread) {
+    const auto among = [thread](const std::vector<std::thread::id>& ids) {
+      return std::find(ids.begin(), ids.end(), thread) != ids.end();
+    };
+    while (!among(ended)) {
+      const bool may_be_passed = leader == thread && passing.has_value();
+      if (among(passed) || (may_be_passed && Clock::now() >= *passing)) return false;
+      may_be_passed ? (void)changed.wait_until(lock, *passing) : changed.wait(lock);
+    }
+    return true;
+  }
+
   static void Run(State& self) {
     pthread_setname_np(pthread_self(), self.name);
     const std::thread::id own = std::this_thread::get_id();
@@ -55,6 +71,8 @@ struct OrderedThread::State {
     for (;;) {
       if (self.queue.empty() && self.stop) {
         self.wake.notify_all();  // the others may end, too
+        self.ended.push_back(own);
+        self.changed.notify_all();
         return;
       }
       const bool nobody_leads = self.leader == std::thread::id();
@@ -71,15 +89,20 @@ struct OrderedThread::State {
         --self.idle;
         continue;
       }
+      if (!nobody_leads) self.passed.push_back(self.leader);
       self.leader = own;
       self.passing.reset();
+      self.changed.notify_all();
       absl::AnyInvocable<void()&&> work = std::move(self.queue.front());
       self.queue.pop_front();
       lock.unlock();
       std::move(work)();
       work = nullptr;  // what it held is let go of outside the lock
       lock.lock();
-      if (self.leader != own) continue;  // another one goes on
+      if (self.leader != own) {  // another one goes on
+        self.passed.erase(std::find(self.passed.begin(), self.passed.end(), own));
+        continue;
+      }
       self.leader = {};
       self.passing.reset();
     }
@@ -101,6 +124,10 @@ OrderedThread::~OrderedThread() {
     state_->threads.pop_back();
     if (thread.get_id() == std::this_thread::get_id()) {
       thread.detach();  // its state lives as long
+      continue;
+    }
+    if (!state_->AwaitEnd(lock, thread.get_id())) {
+      thread.detach();
       continue;
     }
     lock.unlock();
@@ -128,6 +155,7 @@ void OrderedThread::LetOthersPass(std::chrono::milliseconds patience) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->leader != std::this_thread::get_id()) return;
   state_->passing = State::Clock::now() + patience;
+  state_->changed.notify_all();
   // There is always one that can.
   if (state_->idle + state_->starting == 0) State::AddThread(state_);
   if (!state_->queue.empty()) state_->wake.notify_one();

@@ -12,7 +12,8 @@ namespace geomesh {
 class OrderedThread {
  public:
   explicit OrderedThread(const char* name);
-  // Runs what was posted, then ends. From one of its own closures: that one goes on to its end.
+  // Runs what was posted, then ends. Does not wait for a closure that let others pass and is not
+  // back after its patience, nor for the one that calls this: they go on to their end.
   ~OrderedThread();
 
   // Any thread. Never waits for a closure.

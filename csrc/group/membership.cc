@@ -117,10 +117,7 @@ void ProcessGroupGeoMesh::Connect(std::vector<transport::PeerRecord> records, ui
   Check(peers.status());
   auto executor = std::make_shared<exec::Executor>(&engine, channel, rank_, *std::move(peers),
                                                    [this] { OnFailed(); });
-  {
-    std::lock_guard<std::mutex> lock(hooks_mutex_);
-    abort_hooks_ran_ = false;
-  }
+  hooks_->Renew();
   std::lock_guard<std::mutex> lock(mutex_);
   records_ = std::move(records);
   channel_ = channel;
@@ -152,6 +149,7 @@ constexpr absl::Duration kTellingLimit = absl::Seconds(2);
 // Who did not take what was sent, or is not to be waited for, is owed no long goodbye.
 constexpr absl::Duration kGoodbye = absl::Seconds(3);
 constexpr absl::Duration kGoodbyeAfterTrouble = absl::Milliseconds(200);
+constexpr absl::Duration kHooksLimitAfterInterrupt = absl::Seconds(1);
 
 }  // namespace
 
@@ -162,7 +160,6 @@ ProcessGroupGeoMesh::~ProcessGroupGeoMesh() {
   } catch (const std::exception& e) {
     Log(LogLevel::kWarning, "group", absl::StrCat("interrupted at the end: ", e.what()));
   }
-  if (Completing* callback = Completing::Of(this)) callback->Gone();
 }
 
 c10d::ErrorType ProcessGroupGeoMesh::getError() {
@@ -180,7 +177,7 @@ void ProcessGroupGeoMesh::abort() {
     executor = executor_;
   }
   if (executor == nullptr) return;  // the group has ended already
-  RunAbortHooks();
+  hooks_->RunAbort();
   executor->Abort(
       absl::CancelledError(absl::StrCat("rank ", JobRank(rank_), " aborted the group")));
 }
@@ -192,10 +189,13 @@ void ProcessGroupGeoMesh::shutdown() {
     new std::shared_ptr<Process>(std::move(process_));
     return;
   }
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (shut_) return;
-  shut_ = true;
-  absl::Time deadline = absl::Now() + process_->options().linger;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (shut_) return;
+    shut_ = true;
+  }
+  const absl::Time lingered = absl::Now() + process_->options().linger;
+  absl::Time deadline = lingered;
   std::exception_ptr interrupt;  // Ctrl-C: ends the waiting, and is thrown when all is tidied up
   const auto wait_on = [&] {
     try {
@@ -206,24 +206,28 @@ void ProcessGroupGeoMesh::shutdown() {
     }
     return absl::Now() < deadline;
   };
+  const auto piece = [&] {
+    return std::min(deadline, absl::Now() + absl::FromChrono(kInterruptPeriod));
+  };
 
-  bool idle = Idle();
-  while (!idle) {
-    idle = idle_.wait_for(lock, kInterruptPeriod, [this] { return Idle(); });
-    lock.unlock();
-    const bool go_on = wait_on();
-    lock.lock();
-    if (!go_on) break;
+  const bool aborting = hooks_->abort_ran();  // this may be one of its hooks
+  while (!pending_->AwaitOwn(piece()) && wait_on() && !aborting) {
   }
-  if (!Idle()) {
+  if (const int64_t unfinished = pending_->own(); unfinished > 0) {
     Log(LogLevel::kWarning, "group",
-        absl::StrCat("the group ends with ", pending_, " operations unfinished after ",
-                     interrupt ? "an interrupt" : "GEOMESH_LINGER"));
+        absl::StrCat("the group ends with ", unfinished, " operations unfinished after ",
+                     interrupt  ? "an interrupt"
+                     : aborting ? "an abort"
+                                : "GEOMESH_LINGER"));
     executor_->Abort(
         absl::CancelledError(absl::StrCat("rank ", JobRank(rank_), " has left the group")));
-    idle_.wait(lock, [this] { return Idle(); });
+    pending_->AwaitOwn(absl::InfiniteFuture());
   }
-  lock.unlock();
+  deadline = absl::Now() + (interrupt ? kHooksLimitAfterInterrupt : kHooksLimit);
+  while (!pending_->AwaitIdle(piece()) && wait_on()) {
+  }
+  WarnOfHooks();
+  deadline = interrupt ? absl::Now() : lingered;
 
   // What was sent last may still be in this process; peers count on it. After a failure that is its
   // reason, and who stands still must not hold the others up.
@@ -231,21 +235,31 @@ void ProcessGroupGeoMesh::shutdown() {
     deadline = std::min(deadline, absl::Now() + kTellingLimit);
   absl::Status drained;
   do {
-    const absl::Time piece = absl::Now() + absl::FromChrono(kInterruptPeriod);
-    drained = process_->engine().Drain(std::min(piece, deadline));
+    drained = process_->engine().Drain(piece());
   } while (!drained.ok() && wait_on());
   if (!drained.ok()) Log(LogLevel::kWarning, "group", drained.message());
   // The engine ends with its last group, so the last one's word counts.
   process_->engine().LimitGoodbye(drained.ok() && !interrupt ? kGoodbye : kGoodbyeAfterTrouble);
 
-  lock.lock();
-  std::shared_ptr<exec::Executor> executor = std::move(executor_);
-  std::shared_ptr<Process> process = std::move(process_);
-  lock.unlock();
+  std::shared_ptr<exec::Executor> executor;
+  std::shared_ptr<Process> process;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    executor = std::move(executor_);
+    process = std::move(process_);
+  }
   if (executor != nullptr) executor->Disown();  // a wait that runs out may hold it still
   executor.reset();  // before the engine that it runs on, which ends with its last group
   process.reset();
+  hooks_->Forget();
   if (interrupt) std::rethrow_exception(interrupt);
+}
+
+void ProcessGroupGeoMesh::WarnOfHooks() const {
+  if (pending_->Idle()) return;
+  Log(LogLevel::kWarning, "group",
+      absl::StrCat("the group waits no longer for ", pending_->count(),
+                   " of its hooks or callbacks, which have not come back"));
 }
 
 void ProcessGroupGeoMesh::CheckOwner() const {

@@ -54,15 +54,6 @@ absl::Status AwaitReads(const Staging& staging, const exec::Executor& executor,
   return absl::OkStatus();
 }
 
-// While Python lives. A user's hook must not end the completion thread, and the process with it.
-void RunHook(const char* which, absl::FunctionRef<void()> hook) {
-  try {
-    hook();
-  } catch (const std::exception& e) {
-    Log(LogLevel::kWarning, "group", absl::StrCat(which, " failed: ", e.what()));
-  }
-}
-
 }  // namespace
 
 absl::Status ProcessGroupGeoMesh::Usable() const {
@@ -96,10 +87,25 @@ std::chrono::milliseconds ProcessGroupGeoMesh::Lengthened(std::chrono::milliseco
 
 // What an operation holds until it has ended.
 struct ProcessGroupGeoMesh::Ending {
+  std::shared_ptr<Pending> pending;
+  std::shared_ptr<Hooks> hooks;
   c10::intrusive_ptr<WorkGeoMesh> work;
   std::shared_ptr<Staging> staging;
   std::function<void()> after;
   std::shared_ptr<void> keep, until_done;
+
+  // On the completion thread: what is somebody else's code, and letting go of what was held.
+  static void RunLast(std::shared_ptr<Ending> ending) {
+    const Pending::Foreign foreign(ending->pending);
+    WhilePythonLives([&ending] {
+      ending->work->CompleteFuture();
+      if (ending->work->isSuccess()) ending->hooks->RunCompletion(*ending->work);
+    });
+    // Tensors that Python made may need its lock to go.
+    if (!WhilePythonLives([&ending] { ending.reset(); })) {
+      new std::shared_ptr<Ending>(std::move(ending));
+    }
+  }
 };
 
 ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
@@ -128,23 +134,22 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
 
   // Runs on the engine thread: hands over to the completion thread, which may wait for Python's
   // lock.
-  auto ending =
-      std::make_shared<Ending>(Ending{issued.work, operation.staging, std::move(operation.after),
-                                      std::move(operation.keep), std::move(until_done)});
-  ++pending_;
+  auto ending = std::make_shared<Ending>(Ending{pending_, hooks_, issued.work, operation.staging,
+                                                std::move(operation.after),
+                                                std::move(operation.keep), std::move(until_done)});
+  pending_->Begin();
   // Waiters may be let go at once, and the rest is for later.
   const bool direct = ending->staging->direct() && !ending->after;
-  issued.done = [this, ending = std::move(ending), process = process_.get(), direct](
+  issued.done = [ending = std::move(ending), process = process_.get(), direct](
                     const absl::Status& status, const exec::Outcome& outcome) mutable {
     if (direct) ending->until_done.reset();  // before anybody can call the next operation
     if (direct && status.ok() && ending->work->CompleteHere(outcome)) {
-      return process->Later([this, process, ending = std::move(ending)]() mutable {
+      return process->Later([process, ending = std::move(ending)]() mutable {
         process->completions().LetOthersPass();
-        RunLast(std::move(ending));
+        Ending::RunLast(std::move(ending));
       });
     }
-    process->completions().Post([this, process, ending = std::move(ending), status,
-                                 outcome]() mutable {
+    process->completions().Post([process, ending = std::move(ending), status, outcome]() mutable {
       absl::Status result = status;
       // The future records its events on these, and callbacks' streams wait for them.
       const std::vector<c10::Stream> streams = ending->staging->streams();
@@ -163,28 +168,10 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::Issue(Operation& operation,
       });
       ending->work->Complete(result, outcome);
       process->completions().LetOthersPass();  // callbacks are somebody else's code
-      RunLast(std::move(ending));
+      Ending::RunLast(std::move(ending));
     });
   };
   return issued;
-}
-
-void ProcessGroupGeoMesh::RunLast(std::shared_ptr<Ending> ending) {
-  const Completing here(this);
-  WorkGeoMesh& work = *ending->work;
-  WhilePythonLives([&] {
-    work.CompleteFuture();
-    if (here.group_is_gone() || !work.isSuccess()) return;
-    RunCompletionHooks(work.getCompletionKey(), work.getDuration());
-    if (here.group_is_gone() || !onCompletionHook_) return;
-    const auto hook = onCompletionHook_;  // the group may end in it
-    RunHook("the onCompletion hook", [&] { hook(work.Info()); });
-  });
-  // Tensors that Python made may need its lock to go.
-  if (!WhilePythonLives([&ending] { ending.reset(); })) {
-    new std::shared_ptr<Ending>(std::move(ending));
-  }
-  if (!here.group_is_gone()) NoLongerPending();
 }
 
 namespace {
@@ -278,40 +265,18 @@ ProcessGroupGeoMesh::Issued ProcessGroupGeoMesh::LaunchService(Operation operati
   return Issue(operation, timeout);
 }
 
-void ProcessGroupGeoMesh::RunCompletionHooks(uint64_t completion_key, float duration_ms) {
-#if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
-  std::vector<c10d::CompletionHook> hooks;
-  {
-    std::lock_guard<std::mutex> lock(hooks_mutex_);
-    for (const auto& [id, hook] : completion_hooks_) hooks.push_back(hook);
-  }
-  for (const c10d::CompletionHook& hook : hooks) {
-    RunHook("a completion hook",
-            [&] { hook({.completionKey = completion_key, .duration_ms = duration_ms}); });
-  }
-#endif
-}
-
 // Engine thread. The works end after this, in the same queue.
 void ProcessGroupGeoMesh::OnFailed() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (shut_ && pending_ == 0) return;  // shutdown() waits for what is pending only
-  ++pending_;
+  if (shut_ && pending_->count() == 0) return;  // shutdown() waits for what is pending only
+  pending_->Begin();
   process_->RunLater();  // what has ended before comes first, to its hooks too
-  process_->completions().Post([this, process = process_.get()] {
+  process_->completions().Post([process = process_.get(), pending = pending_, hooks = hooks_] {
     // The errors wait for a quick hook, but not for one that writes seconds long.
     process->completions().LetOthersPass(std::chrono::milliseconds(300));
-    const Completing here(this);
-    RunAbortHooks();
-    if (!here.group_is_gone()) NoLongerPending();
+    const Pending::Foreign foreign(pending);
+    hooks->RunAbort();
   });
-}
-
-void ProcessGroupGeoMesh::NoLongerPending() {
-  // Under the lock until the end: shutdown() must not return, and this object not die, in between.
-  std::lock_guard<std::mutex> lock(mutex_);
-  --pending_;
-  idle_.notify_all();
 }
 
 int64_t ProcessGroupGeoMesh::JobRank(int64_t rank) const {
@@ -363,9 +328,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::Join(
     done->markCompleted(c10::IValue(outputs));
     return c10d::Work::create_from_future(done);
   }
-  // The last work that ends is still pending when this runs, so that `this` lives.
   return JoinWorks(std::move(works), std::move(outputs),
-                   [this](uint64_t key, float ms) { RunCompletionHooks(key, ms); });
+                   [hooks = hooks_](uint64_t key, float ms) { hooks->RunCompletion(key, ms); });
 }
 
 void ProcessGroupGeoMesh::startTimeEstimate() {
@@ -441,65 +405,35 @@ uint64_t ProcessGroupGeoMesh::getSequenceNumberForGroup() {
   return sequence_;
 }
 
-// Once for each failure, whatever the number of works that end with it.
-void ProcessGroupGeoMesh::RunAbortHooks() {
-#if defined(C10D_BACKEND_HAS_HOOKS)
-  std::vector<c10d::AbortHook> hooks;
-  {
-    std::lock_guard<std::mutex> lock(hooks_mutex_);
-    if (std::exchange(abort_hooks_ran_, true)) return;
-    for (const auto& [id, hook] : abort_hooks_) hooks.push_back(hook);
-  }
-  WhilePythonLives([&hooks] {
-    for (const c10d::AbortHook& hook : hooks) RunHook("an abort hook", hook);
-  });
-#endif
-}
-
 #if defined(C10D_BACKEND_HAS_HOOKS)
 void ProcessGroupGeoMesh::registerAbortHook(int64_t hook_id, c10d::AbortHook hook) {
-  std::lock_guard<std::mutex> lock(hooks_mutex_);
-  TORCH_CHECK(abort_hooks_.emplace(hook_id, std::move(hook)).second, "geomesh: abort hook ",
-              hook_id, " is registered already");
+  hooks_->AddAbort(hook_id, std::move(hook));
 }
 
-void ProcessGroupGeoMesh::unregisterAbortHook(int64_t hook_id) {
-  std::lock_guard<std::mutex> lock(hooks_mutex_);
-  abort_hooks_.erase(hook_id);
-}
+void ProcessGroupGeoMesh::unregisterAbortHook(int64_t hook_id) { hooks_->RemoveAbort(hook_id); }
 #endif
 
 #if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
 void ProcessGroupGeoMesh::registerCompletionHook(int64_t hook_id, c10d::CompletionHook hook) {
-  std::lock_guard<std::mutex> lock(hooks_mutex_);
-  TORCH_CHECK(completion_hooks_.emplace(hook_id, std::move(hook)).second,
-              "geomesh: completion hook ", hook_id, " is registered already");
+  hooks_->AddCompletion(hook_id, std::move(hook));
 }
 
 void ProcessGroupGeoMesh::unregisterCompletionHook(int64_t hook_id) {
-  std::lock_guard<std::mutex> lock(hooks_mutex_);
-  completion_hooks_.erase(hook_id);
+  hooks_->RemoveCompletion(hook_id);
 }
 #endif
 
 void ProcessGroupGeoMesh::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
   TORCH_CHECK(onCompletionHook_ == nullptr, "geomesh: an onCompletion hook is registered already");
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(pending_ == 0,
-                "geomesh: register the onCompletion hook before the first operation");
-  }
-  onCompletionHook_ = std::move(hook);
+  TORCH_CHECK(pending_->count() == 0,
+              "geomesh: register the onCompletion hook before the first operation");
+  hooks_->SetOnCompletion(hook);
+  onCompletionHook_ = std::move(hook);  // what the base knows of it: that there is one
 }
 
 void ProcessGroupGeoMesh::waitForPendingWorks() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!idle_.wait_for(lock, kInterruptPeriod, [this] { return Idle(); })) {
-    lock.unlock();
-    CheckInterrupt();
-    lock.lock();
-  }
+  while (!pending_->AwaitIdle(absl::Now() + absl::FromChrono(kInterruptPeriod))) CheckInterrupt();
 }
 
 // ---- memory ----
@@ -516,11 +450,14 @@ void ProcessGroupGeoMesh::suspend() {
   const std::shared_ptr<void> unlocked = Unlocked();
   const std::shared_ptr<exec::Executor> running = executor();
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     if (const absl::Status usable = Usable(); !suspended_ && !usable.ok()) Throw(usable);
-    // A work that was waited for is counted for a moment more, while its callbacks run.
-    idle_.wait_for(lock, std::chrono::seconds(1), [this] { return Idle(); });
-    TORCH_CHECK(Idle(), "geomesh: suspend() with ", pending_,
+  }
+  // A work that was waited for is counted for a moment more, while its callbacks run.
+  pending_->AwaitIdle(absl::Now() + absl::Seconds(1));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(pending_->Idle(), "geomesh: suspend() with ", pending_->count(),
                 " operations pending: wait for them first");
     suspended_ = true;
   }

@@ -27,6 +27,8 @@
 
 #include "base/options.h"
 #include "exec/executor.h"
+#include "group/hooks.h"
+#include "group/pending.h"
 #include "group/process.h"
 #include "group/rendezvous.h"
 #include "group/tensors.h"
@@ -36,14 +38,8 @@
 #include "plan/topology.h"
 
 #include <c10/core/Allocator.h>
-#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-
-// PyTorch has no macro of its own for them: hooks on completion, and whether hooks are supported.
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
-#define GEOMESH_TORCH_HAS_COMPLETION_HOOKS
-#endif
 
 namespace geomesh::group {
 
@@ -165,7 +161,7 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   void enableCollectivesTiming() override {}  // they always are
 #if defined(C10D_BACKEND_HAS_HOOKS)
   // Called before the works of a failed group end with their error (which wait 0.3 s for it, no
-  // longer), and by abort(). shutdown() waits for them.
+  // longer), and by abort(). shutdown() waits for them, 10 s at most.
   void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
   void unregisterAbortHook(int64_t hook_id) override;
 #endif
@@ -220,7 +216,8 @@ class ProcessGroupGeoMesh : public c10d::Backend {
 #endif
   // Ends everything pending; the group is of no more use. Returns at once.
   void abort() override;
-  // Lets pending operations end, at most the linger time, then aborts.
+  // Lets pending operations end, at most the linger time, then aborts. Then waits for hooks and
+  // callbacks, 10 s at most.
   void shutdown() override;
 
   std::vector<transport::PeerStats> Stats();
@@ -257,12 +254,10 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   Issued Issue(Operation& operation, std::chrono::milliseconds timeout);  // mutex_ is held
   // One handle for works that were issued together, at least one.
   Work Join(std::vector<c10::intrusive_ptr<WorkGeoMesh>> works, Tensors outputs);
-  void RunCompletionHooks(uint64_t completion_key, float duration_ms);
   void OnFailed();
   std::chrono::milliseconds Lengthened(std::chrono::milliseconds timeout,
                                        std::shared_ptr<void>* until_done);
   c10::intrusive_ptr<WorkGeoMesh> Estimate(Operation operation);
-  void RunAbortHooks();
   Work PointToPoint(Tensors& tensors, int peer, int tag, bool sending);
   // The running one; throws after shutdown().
   std::shared_ptr<exec::Executor> executor();
@@ -278,37 +273,11 @@ class ProcessGroupGeoMesh : public c10d::Backend {
       const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
   uint64_t ChildChannel(const char* kind, const std::vector<int>& members);
 
-  // What runs on the completion queue's thread for this group, and its own callbacks in it: they
-  // may end the group, which then must not wait for them, and leaves this behind.
-  class Completing {
-   public:
-    explicit Completing(ProcessGroupGeoMesh* group) : group_(group), outer_(here_) { here_ = this; }
-    ~Completing() { here_ = outer_; }
-    Completing(const Completing&) = delete;
-    bool group_is_gone() const { return gone_; }
-    // That of the calling thread and this group; null elsewhere.
-    static Completing* Of(const ProcessGroupGeoMesh* group) {
-      for (Completing* one = here_; one != nullptr; one = one->outer_) {
-        if (one->group_ == group) return one;
-      }
-      return nullptr;
-    }
-    void Gone() { gone_ = true; }
-
-   private:
-    static inline thread_local Completing* here_ = nullptr;
-    ProcessGroupGeoMesh* const group_;
-    Completing* const outer_;
-    bool gone_ = false;
-  };
-  // Under mutex_: nothing is pending, but for what runs on this very thread.
-  bool Idle() const { return pending_ == (Completing::Of(this) == nullptr ? 0 : 1); }
   struct Ending;
-  // The end of an operation, on a thread of the completion queue: what is somebody else's code, and
-  // letting go of what it held.
-  void RunLast(std::shared_ptr<Ending> ending);
-  // On a thread of the completion queue, once for each that was counted as pending.
-  void NoLongerPending();
+  // How long the end of a group waits for hooks and callbacks when all else is done: a flight
+  // recorder takes seconds to write.
+  static constexpr absl::Duration kHooksLimit = absl::Seconds(10);
+  void WarnOfHooks() const;
 
   // A fork of the process that made the group has this object, but not the engine's threads.
   bool forked() const { return getpid() != owner_; }
@@ -317,17 +286,17 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   const pid_t owner_ = getpid();
   const c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Process> process_;
+  const std::shared_ptr<Pending> pending_ = std::make_shared<Pending>();
+  const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
 
   mutable std::mutex mutex_;  // guards what is below, and keeps the order of operations
   std::vector<transport::PeerRecord> records_;  // by rank
   uint64_t channel_ = 0;
   std::shared_ptr<plan::PlanCache> plans_;
   std::shared_ptr<exec::Executor> executor_;  // none before reconfigure() and after shutdown()
-  std::condition_variable idle_;
   std::chrono::milliseconds timeout_;
   uint64_t sequence_ = 0;
-  int64_t pending_ = 0;
-  int64_t reading_ = 0;  // of these, not started yet: their inputs come from a GPU
+  int64_t reading_ = 0;  // operations not started yet: their inputs come from a GPU
   bool suspended_ = false;
   bool shut_ = false;
   std::list<std::shared_ptr<EphemeralTimeout>> ephemeral_timeouts_;
@@ -336,15 +305,6 @@ class ProcessGroupGeoMesh : public c10d::Backend {
   uint64_t windows_ = 0;
   std::map<std::pair<std::string, std::vector<int>>, uint64_t> children_;  // made so far
   std::set<int64_t> reconfigured_;                                         // uuids
-
-  std::mutex hooks_mutex_;
-  bool abort_hooks_ran_ = false;  // guarded by hooks_mutex_; of the group as it is configured now
-#if defined(C10D_BACKEND_HAS_HOOKS)
-  std::map<int64_t, c10d::AbortHook> abort_hooks_;  // guarded by hooks_mutex_
-#endif
-#if defined(GEOMESH_TORCH_HAS_COMPLETION_HOOKS)
-  std::map<int64_t, c10d::CompletionHook> completion_hooks_;  // guarded by hooks_mutex_
-#endif
 };
 
 }  // namespace geomesh::group

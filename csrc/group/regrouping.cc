@@ -156,24 +156,29 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reconfigure(const c10d::Reconfigu
   }
   if (rank < 0) refuse("this rank's own handle is not one of the ", records.size(), " given");
 
+  std::shared_ptr<exec::Executor> before;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     if (shut_) Throw(Usable());
     if (!reconfigured_.insert(opts.uuid).second) {
       refuse("uuid ", opts.uuid, " was used before on this group; each time takes a new one");
     }
+    before = std::move(executor_);
+  }
+  if (before != nullptr) {
     // Where nothing is pending, nothing is due to anybody, and the others are left in peace.
-    if (executor_ != nullptr && !Idle()) {
-      executor_->Abort(absl::CancelledError(
+    if (!pending_->Idle()) {
+      before->Abort(absl::CancelledError(
           absl::StrCat("rank ", rank_, " has left the group to be configured anew")));
-      idle_.wait(lock, [this] { return Idle(); });
     }
-    std::shared_ptr<exec::Executor> before = std::move(executor_);
-    lock.unlock();
-    if (before != nullptr) before->Disown();
+    pending_->AwaitOwn(absl::InfiniteFuture());
+    before->Disown();
     before.reset();  // returns when nothing of it is left
-    lock.lock();
-    idle_.wait(lock, [this] { return Idle(); });  // its hooks
+    pending_->AwaitIdle(absl::Now() + kHooksLimit);
+    WarnOfHooks();
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
     rank_ = rank;
     size_ = static_cast<int>(records.size());
     sequence_ = 0;

@@ -130,5 +130,25 @@ TEST(OrderedThread, MayBeDestroyedByAClosureOfItsOwn) {
   EXPECT_EQ(ordered, nullptr);
 }
 
+TEST(OrderedThread, AClosureThatHangsIsLeftBehindAtTheEnd) {
+  for (const bool passed : {false, true}) {
+    auto ordered = std::make_unique<OrderedThread>("test");
+    std::promise<void> inside, release, back;
+    std::atomic<int> later = 0;
+    ordered->Post([&, &thread = *ordered] {
+      thread.LetOthersPass(milliseconds(20));
+      inside.set_value();
+      release.get_future().wait();
+      back.set_value();
+    });
+    if (passed) ordered->Post([&] { ++later; });
+    inside.get_future().wait();
+    ordered.reset();  // hangs where it waits for the closure
+    EXPECT_EQ(later, passed ? 1 : 0);
+    release.set_value();
+    EXPECT_EQ(back.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  }
+}
+
 }  // namespace
 }  // namespace geomesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -173,6 +174,55 @@ def ended_by(what: str) -> None:
 )
 def test_a_callback_ends_its_own_group(what: str) -> None:
     run_ranks(2, ended_by, what)
+
+
+def hung(what: str) -> None:
+    """Somebody else's code never comes back; the group ends all the same."""
+    group = dist.new_group()
+    inside, release, back = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        inside.set()
+        release.wait(120)
+        back.set()
+
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.wait(["added"])
+        if what == "callback":
+            dist.all_reduce(torch.ones(5), group=group)
+        store.wait(["ended"])
+        return
+    backend = backend_of(group)
+    if what == "abort hook":
+        backend.register_abort_hook(1, hang)
+    work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
+    if what == "callback":
+        work.get_future().add_done_callback(hang)
+    store.set("added", "")
+    if what == "abort hook":
+        with pytest.raises(dist.DistBackendError, match="within the 100 ms given"):
+            work.wait(timedelta(milliseconds=100))
+    assert inside.wait(20)
+    del backend, work
+    started = time.monotonic()
+    dist.destroy_process_group()  # with all its groups, and the engine
+    assert time.monotonic() - started < 100  # 10 s for the code that hangs
+    assert not back.is_set()
+    store.set("ended", "")
+    dist.init_process_group(
+        "geomesh", rank=0, world_size=1, store=dist.HashStore()
+    )  # and a new one begins
+    dist.all_reduce(torch.ones(5))
+    release.set()
+    assert back.wait(20)
+
+
+@pytest.mark.parametrize(
+    "what", ["callback", pytest.param("abort hook", marks=needs_torch(14, "abort hooks"))]
+)
+def test_code_that_hangs_does_not_keep_a_group_from_ending(what: str) -> None:
+    run_ranks(2, hung, what)
 
 
 def results() -> dict[str, int]:
