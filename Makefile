@@ -42,7 +42,7 @@ $(BIN)/python: | build/.debian
 build/.installed: $(SOURCES) $(BIN)/python build/.debian
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; \
 	then echo "PyTorch: already there"; \
-	else echo "PyTorch: installing (a few minutes, about 5 GB)"; \
+	else echo "PyTorch: installing (a few minutes, about 6 GB)"; \
 	  $(BIN)/pip install -q 'torch>=2.11,<2.16' numpy || { echo "Installing PyTorch failed; is there a way to the package index?"; exit 1; }; fi
 	@if [ -n "$$GEOMESH_UCX_ROOT" ] || $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("libucx") is None)'; \
 	then echo "UCX: already there"; \

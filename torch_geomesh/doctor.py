@@ -175,7 +175,8 @@ def check_pairs(
     if checks:
         return checks
     count = len(infos) * (len(infos) - 1) // 2
-    return [Check("pairs", OK, f"all {count} pairs of {len(infos)} ranks connect")]
+    which = f"all {count} pairs of {len(infos)} ranks" if count > 1 else "both ranks"
+    return [Check("pairs", OK, f"{which} connect")]
 
 
 def _place(info: RankInfo) -> str:

@@ -69,6 +69,7 @@ struct Executor::State : GroupContext, std::enable_shared_from_this<Executor::St
   // Ends the group. `culprit`: the operation whose error `cause` is, or null for the group's own.
   // `told`: `cause` is what a peer told, and already names its origin.
   void Fail(absl::Status cause, Operation* culprit, bool told = false);
+  void Leave(const absl::Status& reason);  // fails only where anything is pending
   void ShutDown(std::shared_ptr<std::promise<void>> drained);
   // Records the first reason; returns the one that counts.
   absl::Status Record(const absl::Status& reason);
@@ -451,21 +452,25 @@ void Executor::State::Fail(absl::Status cause, Operation* culprit, bool told) {
   for (const std::shared_ptr<Operation>& operation : pending) operation->EndIfIdle();
 }
 
-void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
-  if (!failed && !met.ok()) {  // nobody calls here any more who could be told
-    Log(LogLevel::kError, "exec", absl::StrCat("the group was destroyed, but ", met.message()));
+void Executor::State::Leave(const absl::Status& reason) {
+  if (failed) return;
+  if (!met.ok()) {  // nobody calls here any more who could be told
+    Log(LogLevel::kError, "exec", absl::StrCat(reason.message(), ", but ", met.message()));
     Fail(met, nullptr);
-  } else if (!failed && !operations.empty()) {
-    Fail(absl::CancelledError(absl::StrCat("the group was destroyed with ", operations.size(),
-                                           " operations pending")),
+  } else if (!operations.empty()) {
+    Fail(absl::Status(reason.code(), absl::StrCat(reason.message(), " with ", operations.size(),
+                                                  " operations pending")),
          nullptr);
-  } else if (!failed) {
+  } else {
     // Nothing is due to anybody: whoever still works among themselves is left in peace.
     failed = true;
-    const absl::Status reason = Record(absl::CancelledError("the group was destroyed"));
-    CloseServices(reason);
+    CloseServices(Record(reason));
     engine->CloseChannel(channel, absl::OkStatus(), Others());
   }
+}
+
+void Executor::State::ShutDown(std::shared_ptr<std::promise<void>> promise) {
+  Leave(absl::CancelledError("the group was destroyed"));
   if (operations.empty()) {
     promise->set_value();
   } else {
@@ -516,6 +521,10 @@ void Executor::Abort(absl::Status reason) {
   if (reason.ok()) reason = absl::CancelledError("aborted");
   reason = state_->Record(reason);
   state_->engine->Post([state = state_, reason] { state->Fail(reason, nullptr); });
+}
+
+void Executor::Leave(absl::Status reason) {
+  state_->engine->Post([state = state_, reason = std::move(reason)] { state->Leave(reason); });
 }
 
 void Executor::EnterMonitoredBarrier(absl::Time deadline, absl::Duration timeout, bool all,

@@ -135,6 +135,10 @@ class Executor {
   // what comes later.
   void Abort(absl::Status reason);
 
+  // Any thread. Aborts where anything is pending; else the others are left in peace. Refuses what
+  // comes later.
+  void Leave(absl::Status reason);
+
   // Any thread. `done` runs on the engine thread; for the rest see monitored_barrier.h.
   void EnterMonitoredBarrier(absl::Time deadline, absl::Duration timeout, bool all,
                              std::function<void(const absl::Status&)> done);

@@ -166,11 +166,8 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reconfigure(const c10d::Reconfigu
     before = std::move(executor_);
   }
   if (before != nullptr) {
-    // Where nothing is pending, nothing is due to anybody, and the others are left in peace.
-    if (!pending_->Idle()) {
-      before->Abort(absl::CancelledError(
-          absl::StrCat("rank ", rank_, " has left the group to be configured anew")));
-    }
+    before->Leave(absl::CancelledError(
+        absl::StrCat("rank ", rank_, " has left the group to be configured anew")));
     pending_->AwaitOwn(absl::InfiniteFuture());
     before->Disown();
     before.reset();  // returns when nothing of it is left

@@ -49,7 +49,7 @@ struct Lane {
   uint32_t name = 0;  // the same on both sides: attempt << 8 | index
   State state = State::kConnecting;
   bool broken = false;            // a Post failed; its loss is on the way
-  bool stalled = false;           // nothing more is put on it; it will be closed
+  bool stalled = false;           // silent where others are heard: nothing more is put on it
   std::optional<Traffic> marked;  // what the wire was told last
   bool delay_known = true;  // min_rtt was, or can have been, measured without everybody's queues
 

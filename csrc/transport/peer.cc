@@ -242,7 +242,6 @@ void Peer::MaybeFinish(const OutMessagePtr& message) {
 }
 
 void Peer::KeepUnacknowledged(const OutMessage* message) {
-  if (lanes_.size() < 2) return;
   const uint64_t segments = SegmentCount(message->bytes.size());
   for (const auto& lane : lanes_) {
     // A short message is on one lane, and was posted lately.
@@ -456,6 +455,7 @@ absl::Status Peer::HandleSegment(Lane* lane, const SegmentHeader& h,
       // Tells the other side that the lane works, and finds its delay: data would take it several
       // round trips while TCP starts slowly.
       PostBare(lane, SegmentType::kHeartbeat, kAnswer);
+      if (suspected_) back_at_ = lane->heard_at;
       return absl::OkStatus();
     case SegmentType::kRefused:
       Lose(absl::UnavailableError(

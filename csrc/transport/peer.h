@@ -8,10 +8,11 @@
 #include <optional>
 #include <string>
 #include <vector>
-#include "absl/strings/string_view.h"
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "transport/balancer.h"
 #include "transport/engine.h"
 #include "transport/inbox.h"
@@ -143,6 +144,12 @@ class Peer : private Inbox::Host {
   // Lanes that are missing, or that were added to the number.
   void DialMore(Instant now);
   void TuneLanes(Instant now, bool limited);
+  // A fresh connection to a peer that is silent: it may be there sooner than those that are open.
+  void DialWhileSilent(Instant now);
+  // Once a silent peer is heard again: those of its lanes that stay silent.
+  void CloseLeftSilent(Instant now);
+  // Until none is left, or the peer is lost by it.
+  void CloseLanesThat(absl::FunctionRef<bool(const Lane&)> which, absl::string_view why);
   void CloseStalled(Instant now);
   bool DelayLooksInflated() const;
   bool MeasuresDelay(Instant now);
@@ -175,8 +182,8 @@ class Peer : private Inbox::Host {
   void MaybeFinish(const OutMessagePtr& message);
   void FailMessage(const OutMessagePtr& message, const absl::Status& reason);
 
-  // Its memory is about to be the caller's again: what was not acknowledged is copied, so that the
-  // loss of one of several lanes loses nothing.
+  // Its memory is about to be the caller's again: what was not acknowledged is copied, so that
+  // nothing is lost when its lane is lost or replaced.
   void KeepUnacknowledged(const OutMessage* message);
   bool FeedSelf(const OutMessagePtr& message);
 
@@ -204,6 +211,7 @@ class Peer : private Inbox::Host {
   bool suspected_ = false;
   Instant heard_at_;                 // when anything came last, over any lane
   std::optional<Instant> asked_at_;  // when first, since it was heard: it should answer
+  std::optional<Instant> back_at_;   // it is heard again, but perhaps not on all lanes
 
   uint32_t attempt_ = 0;
   int next_index_ = 0;  // of the lane of this attempt that is to be accepted next
@@ -211,6 +219,8 @@ class Peer : private Inbox::Host {
   uint64_t delivered_on_lost_lanes_ = 0;
   Instant dial_more_at_;
   absl::Duration dial_more_in_ = absl::Seconds(1);
+  Instant dial_silent_at_;
+  uint32_t given_up_ = 0;  // the dialer's newest attempt that it gave up before it came here
   absl::Duration retry_in_ = absl::Milliseconds(100);
   bool retry_pending_ = false;
   Instant connect_deadline_;

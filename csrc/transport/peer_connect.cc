@@ -13,6 +13,7 @@ namespace {
 constexpr int kRefusals = 3;
 constexpr absl::Duration kMaxRetry = absl::Seconds(1);
 constexpr absl::Duration kMaxDialMore = absl::Seconds(30);
+constexpr int kMaxDialsWhileSilent = 4;
 constexpr size_t kMaxPeerLanes = 64;  // a peer's, whatever it dials
 
 }  // namespace
@@ -99,11 +100,31 @@ void Peer::DialMore(Instant now) {
     return;
   if (missing <= 0) {
     dial_more_in_ = absl::Seconds(1);
+    // One that was dialled in vain, since the others came back by themselves.
+    if (ReadyLanes() > tuner_.lanes() && !suspected_ && !back_at_.has_value()) {
+      const auto newest = std::find_if(lanes_.rbegin(), lanes_.rend(),
+                                       [](const auto& lane) { return lane->usable(); });
+      const LaneId surplus = (*newest)->id;
+      CloseLanesThat([surplus](const Lane& lane) { return lane.id == surplus; },
+                     "it is one more than needed");
+    }
     return;
   }
   dial_more_at_ = now + dial_more_in_;
   dial_more_in_ = std::min(2 * dial_more_in_, kMaxDialMore);
   Dial(missing, /*more=*/true);
+}
+
+// TCP tries again less and less often: after a path has come back, an open connection may stay
+// silent for as long as the path was gone.
+void Peer::DialWhileSilent(Instant now) {
+  if (!dials_ || !suspected_ || leaving_ || said_bye_ || now < dial_silent_at_) return;
+  if (!host_->wire().DialsApart()) return;
+  dial_silent_at_ = now + absl::ToChronoNanoseconds(host_->options().suspect_after);
+  const auto under_way = std::count_if(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+    return lane->state == Lane::State::kConnecting;
+  });
+  if (under_way < kMaxDialsWhileSilent) Dial(1, /*more=*/true);
 }
 
 void Peer::TuneLanes(Instant now, bool limited) {
@@ -131,6 +152,7 @@ void Peer::TuneLanes(Instant now, bool limited) {
 bool Peer::Accept(LaneId id, int index, const Hello& hello) {
   if (state_ == State::kLost || is_self_ || dials_) return false;
   const Instant now = std::chrono::steady_clock::now();
+  if (hello.attempt <= given_up_) return false;
   if (hello.attempt != attempt_) {
     if (hello.attempt < attempt_ || lanes_.size() >= kMaxPeerLanes) return false;
     if (!hello.more) {

@@ -47,6 +47,9 @@ void Peer::OnLaneLost(LaneId id, const absl::Status& reason) {
     return;
   }
   for (Outgoing* out : lane->in_flight) {
+    // Said at once and perhaps twice: it must not wait for what the peer says of this lane, which
+    // may itself be on the lane that this one tells of.
+    if (out->header.type == SegmentType::kLaneLost) control_.push_back({out->header, ""});
     if (out->message != nullptr && !out->message->finished && !out->in_doubt) {
       out->in_doubt = true;
       ++out->message->in_doubt;
@@ -96,6 +99,9 @@ absl::Status Peer::HandleLaneLost(const SegmentHeader& h) {
     host_->wire().Close(id);
     OnLaneLost(id, absl::UnavailableError("the other side lost it"));
     if (state_ == State::kLost) return absl::OkStatus();
+  } else if (!dials_ && name >> 8 > attempt_) {
+    // It may be on its way here still, but nobody would tell what came of what is put on it.
+    given_up_ = std::max(given_up_, name >> 8);
   }
   return ResolveLost(name, h.offset);
 }
@@ -126,7 +132,6 @@ absl::Status Peer::ResolveLost(uint32_t name, uint64_t received) {
           case SegmentType::kAnnounce:
           case SegmentType::kReject:
           case SegmentType::kClose:
-          case SegmentType::kLaneLost:
           case SegmentType::kReads:
           case SegmentType::kInPlace:
           case SegmentType::kPulled:
@@ -236,6 +241,8 @@ void Peer::AskIfSilent(Instant now, absl::Duration silent) {
   const bool suspect = silent >= options.suspect_after * 0.875 && asked_at_.has_value() &&
                        Between(*asked_at_, now) >= options.suspect_after / 2;
   if (suspect != suspected_) {
+    back_at_ = suspect ? std::nullopt : std::make_optional(heard_at_);
+    for (const auto& lane : lanes_) lane->stalled = false;
     Record({.what = suspect ? RecordedEvent::What::kSuspected : RecordedEvent::What::kHeardAgain});
   }
   if (suspect && !suspected_) {
@@ -269,9 +276,51 @@ void Peer::CloseStalled(Instant now) {
       stalled.push_back(lane->id);
     }
   }
-  for (const LaneId id : stalled) {
+  CloseLanesThat(
+      [&stalled](const Lane& lane) {
+        return std::find(stalled.begin(), stalled.end(), lane.id) != stalled.end();
+      },
+      "nothing gets through on it");
+}
+
+// A path was gone and has come back. TCP tries again the later the longer that took, on each
+// connection at a time of its own; what is on them has another way by now.
+void Peer::CloseLeftSilent(Instant now) {
+  if (!back_at_.has_value()) return;
+  const auto silent = [this](const Lane& lane) {
+    return lane.state == Lane::State::kReady && lane.heard_at < *back_at_;
+  };
+  bool all_answer = true, any_answers = false;
+  for (const auto& lane : lanes_) {
+    if (!silent(*lane)) {
+      lane->stalled = false;
+      any_answers |= lane->usable();
+      continue;
+    }
+    all_answer = false;
+    lane->stalled = true;
+    // Once: sent behind what is on the lane.
+    if (lane->sent_at < *back_at_ && !lane->broken && !lane->bare_on_wire) {
+      PostBare(lane.get(), SegmentType::kHeartbeat, kAnswer);
+    }
+  }
+  if (all_answer) {
+    back_at_.reset();
+  } else if (dials_ && any_answers && host_->wire().DialsApart() &&
+             Between(*back_at_, now) >= host_->options().suspect_after / 2) {
+    // Only one side does: both at once could close all lanes.
+    CloseLanesThat(silent, "it stays silent where others are heard again");
+  }
+}
+
+void Peer::CloseLanesThat(absl::FunctionRef<bool(const Lane&)> which, absl::string_view why) {
+  std::vector<LaneId> ids;
+  for (const auto& lane : lanes_) {
+    if (which(*lane)) ids.push_back(lane->id);
+  }
+  for (const LaneId id : ids) {
     host_->wire().Close(id);
-    OnLaneLost(id, absl::UnavailableError("nothing gets through on it"));
+    OnLaneLost(id, absl::UnavailableError(why));
     if (state_ == State::kLost) return;
   }
 }
@@ -309,18 +358,22 @@ void Peer::Tick(Instant now, absl::Duration late, bool announce) {
   if (delay_probe_.has_value()) host_->MarkDirty(this);
   CloseStalled(now);
   if (state_ == State::kLost) return;
+  CloseLanesThat(
+      [&](const Lane& lane) {
+        if (lane.state == Lane::State::kLeft) return false;
+        const bool is_ready = lane.state == Lane::State::kReady;
+        return Between(lane.heard_at, now) >=
+               (is_ready ? options.dead_after : options.connect_timeout);
+      },
+      "silent for too long");
+  if (state_ == State::kLost) return;
   DialMore(now);
-  std::vector<LaneId> dead;
+  DialWhileSilent(now);
+  CloseLeftSilent(now);
+  if (state_ == State::kLost) return;
   std::vector<Lane*> ready;
   for (const auto& lane : lanes_) {
-    if (lane->state == Lane::State::kLeft) continue;
-    const bool is_ready = lane->state == Lane::State::kReady;
-    const absl::Duration limit = is_ready ? options.dead_after : options.connect_timeout;
-    if (Between(lane->heard_at, now) >= limit) {
-      dead.push_back(lane->id);
-    } else if (is_ready) {
-      ready.push_back(lane.get());
-    }
+    if (lane->state == Lane::State::kReady) ready.push_back(lane.get());
   }
   // One heartbeat a peer, on its lanes in turn: one on each would cost several times the bytes. But
   // a lane that is silent for long would be taken for broken.
@@ -332,11 +385,6 @@ void Peer::Tick(Instant now, absl::Duration late, bool announce) {
     if ((i == 0 && due) || Between(ready[i]->sent_at, now) >= options.dead_after / 4) {
       PostBare(ready[i], SegmentType::kHeartbeat);
     }
-  }
-  for (LaneId id : dead) {
-    host_->wire().Close(id);
-    OnLaneLost(id, absl::UnavailableError("silent for too long"));
-    if (state_ == State::kLost) return;
   }
   if (announce) inbox_.AgeAnnouncements();
   if (announce && outbox_.waits_for_credit()) {

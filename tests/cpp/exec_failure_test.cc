@@ -131,6 +131,9 @@ TEST_F(ExecFailureTest, PeerThatIsCutOffWithoutAWord) {
   EXPECT_LT(SurvivorsRaise([&] {
               world_.network().BlackHole("rank0", "rank2");
               world_.network().BlackHole("rank1", "rank2");
+              for (const char* name : {"rank0", "rank1", "rank2"}) {
+                world_.network().IgnoreDials(name);
+              }
             }),
             3 * kDeadAfter);
   // The one cut off learns it too. Not in operation 2, for which it may have all it needs.

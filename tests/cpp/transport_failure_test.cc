@@ -228,8 +228,78 @@ TEST(FailureTest, BlackHoleIsLostOnBothSides) {
   Received at_a = pair.a.Recv(pair.b, {kChannel, 2}, 8);
   Received at_b = pair.b.Recv(pair.a, {kChannel, 2}, 8);
   network.BlackHole("a", "b");
+  for (const char* name : {"a", "b"}) network.IgnoreDials(name);
   EXPECT_THAT(std::string(at_a.Wait().message()), HasSubstr("rank 1 on host host-b"));
   EXPECT_THAT(std::string(at_b.Wait().message()), HasSubstr("rank 0 on host host-a"));
+}
+
+// A path that is gone for a while and comes back, over lanes on which TCP has not noticed yet: new
+// ones are there in time, and what was on the old ones arrives, also where its send was done.
+TEST(FailureTest, SilentLanesAreReplacedBeforeTheirPeerIsGivenUp) {
+  for (const int lanes : {1, 2}) {
+    FakeNetwork network;
+    EngineOptions options;
+    options.lanes = lanes;
+    options.suspect_after = absl::Milliseconds(400);
+    Pair pair(&network, options);
+    Exchange(&pair, 1);
+    const std::vector<std::byte> from_a = RandomBytes(3 * kSegment + 5, 1);
+    const std::vector<std::byte> from_b = RandomBytes(9, 2);
+    std::vector<std::byte> bytes_a = from_a, bytes_b = from_b;
+    Received at_b = pair.b.Recv(pair.a, {kChannel, 2}, bytes_a.size());
+    Received at_a = pair.a.Recv(pair.b, {kChannel, 3}, bytes_b.size());
+    network.BlackHole("a", "b");
+    ASSERT_EQ(pair.a.Send(pair.b, {kChannel, 2}, bytes_a).Wait(), absl::OkStatus());
+    ASSERT_EQ(pair.b.Send(pair.a, {kChannel, 3}, bytes_b).Wait(), absl::OkStatus());
+    for (std::vector<std::byte>* bytes : {&bytes_a, &bytes_b}) {
+      std::fill(bytes->begin(), bytes->end(), std::byte{0});
+    }
+    EXPECT_EQ(at_b.Wait(), absl::OkStatus());
+    EXPECT_EQ(at_a.Wait(), absl::OkStatus());
+    EXPECT_TRUE(at_b.bytes() == from_a);
+    EXPECT_TRUE(at_a.bytes() == from_b);
+    EXPECT_TRUE(Eventually([&] { return pair.a.Stats(pair.b).lanes == lanes; }));
+    Exchange(&pair, 4);
+  }
+}
+
+// The same again and again, at any moment of the recovery, with some lanes that work and some that
+// do not: nothing waits for ever, and nothing comes twice.
+TEST(FailureTest, APathThatComesAndGoesLosesNothing) {
+  std::mt19937 random(7);
+  const auto up_to = [&random](int most) { return static_cast<int>(random() % (most + 1)); };
+  for (int world = 0; world < 4; ++world) {
+    FakeNetwork network({absl::Milliseconds(3), 0});
+    EngineOptions options;
+    options.lanes = 1 + world;
+    options.heartbeat = absl::Milliseconds(20);
+    options.suspect_after = absl::Milliseconds(60);
+    Pair pair(&network, options);
+    Exchange(&pair, 1);
+    for (uint64_t id = 2; id < 20; id += 2) {
+      const std::vector<std::byte> from_a = RandomBytes(up_to(3) * kSegment + up_to(99), id);
+      const std::vector<std::byte> from_b = RandomBytes(up_to(3) * kSegment + up_to(99), id + 1);
+      std::vector<std::byte> bytes_a = from_a, bytes_b = from_b;
+      Received at_b = pair.b.Recv(pair.a, {kChannel, id}, from_a.size());
+      Received at_a = pair.a.Recv(pair.b, {kChannel, id + 1}, from_b.size());
+      Done a = pair.a.Send(pair.b, {kChannel, id}, bytes_a);
+      Done b = pair.b.Send(pair.a, {kChannel, id + 1}, bytes_b);
+      for (int holes = up_to(3); holes > 0; --holes) {
+        absl::SleepFor(absl::Milliseconds(up_to(120)));
+        network.BlackHole("a", "b", up_to(2) > 0 ? -1 : up_to(world));
+      }
+      ASSERT_EQ(a.Wait(), absl::OkStatus());
+      ASSERT_EQ(b.Wait(), absl::OkStatus());
+      std::fill(bytes_a.begin(), bytes_a.end(), std::byte{0});
+      std::fill(bytes_b.begin(), bytes_b.end(), std::byte{0});
+      ASSERT_EQ(at_b.Wait(), absl::OkStatus());
+      ASSERT_EQ(at_a.Wait(), absl::OkStatus());
+      ASSERT_TRUE(at_b.bytes() == from_a);
+      ASSERT_TRUE(at_a.bytes() == from_b);
+    }
+    Exchange(&pair, 50);
+    EXPECT_TRUE(Eventually([&] { return pair.a.Stats(pair.b).lanes == options.lanes; }));
+  }
 }
 
 // One of two lanes breaks in the middle of messages both ways: all arrives, nothing twice.

@@ -1,5 +1,6 @@
 #include "transport/wire/choose.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -12,6 +13,9 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeWire(const Options& options, DeviceOpt
   if (!device.interface.has_value() && !options.interface.empty()) {
     device.interface = options.interface;
   }
+  // Heartbeats decide about who is silent.
+  const absl::Duration unacknowledged_limit =
+      std::clamp(options.dead_after + absl::Seconds(5), kUnacknowledgedLimit, absl::Hours(24));
   TlsKeyFiles keys{options.psk_file, options.tls_cert, options.tls_key, options.tls_ca};
   if (options.wire == "ucx" && keys.any()) {
     return absl::InvalidArgumentError(
@@ -31,6 +35,7 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeWire(const Options& options, DeviceOpt
     tls.keys = std::move(keys);
     tls.advertise = options.advertise;
     tls.dscp = options.dscp;
+    tls.unacknowledged_limit = unacknowledged_limit;
     return MakeTlsWire(std::move(tls));
   }
   if (!options.advertise.empty()) {
@@ -46,6 +51,7 @@ absl::StatusOr<std::unique_ptr<Wire>> MakeWire(const Options& options, DeviceOpt
   UcxWireOptions ucx;
   ucx.device = std::move(device);
   ucx.ports = options.ports;
+  ucx.unacknowledged_limit = unacknowledged_limit;
   return MakeUcxWire(std::move(ucx));
 }
 

@@ -36,6 +36,7 @@ struct TlsWireOptions {
   // name is looked up once, by Listen.
   std::string advertise;
   std::optional<Dscp> dscp;  // of lanes that were marked
+  absl::Duration unacknowledged_limit = kUnacknowledgedLimit;
   // A connection's keys are renewed after so many records of 16 KB; AES-GCM bears 2^24.5.
   uint64_t records_per_key = uint64_t{1} << 23;
 };

@@ -115,7 +115,7 @@ absl::StatusOr<LaneId> TlsWireImpl::Dial(absl::string_view address, absl::string
 void TlsWireImpl::StartDials() {
   for (Link* link : std::exchange(dials_, {})) {
     if (link->state != State::kDialling) continue;  // closed again
-    auto fd = StartConnect(device_, link->target);
+    auto fd = StartConnect(device_, link->target, options_.unacknowledged_limit);
     absl::Status status = fd.status();
     if (fd.ok()) {
       link->fd = *fd;
@@ -165,7 +165,7 @@ void TlsWireImpl::Accept() {
       ArmTicks(true);
       return;
     }
-    SetLaneOptions(fd);
+    SetLaneOptions(fd, options_.unacknowledged_limit);
     MakeRoomForStranger();
     Link* link = NewLink(/*dialled=*/false, source.ToString());
     link->fd = fd;

@@ -110,7 +110,7 @@ std::string SystemText(int error) {
     case ENOBUFS:
       return "it makes this process answer without reading the answers";
     case ETIMEDOUT:
-      return "nothing was acknowledged for 10 s (Connection timed out)";
+      return "nothing was acknowledged for too long (Connection timed out)";
     default:
       return std::strerror(error);
   }

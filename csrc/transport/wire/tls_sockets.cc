@@ -97,10 +97,11 @@ absl::StatusOr<Listener> OpenListener(const Device& device, PortRange ports) {
                                                    ": each is in use; widen GEOMESH_PORTS"));
 }
 
-absl::StatusOr<int> StartConnect(const Device& device, const IpEndpoint& to) {
+absl::StatusOr<int> StartConnect(const Device& device, const IpEndpoint& to,
+                                 absl::Duration unacknowledged_limit) {
   const int fd = socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_TCP);
   if (fd < 0) return absl::ResourceExhaustedError(absl::StrCat("a socket: ", std::strerror(errno)));
-  SetLaneOptions(fd);
+  SetLaneOptions(fd, unacknowledged_limit);
   // From loopback nothing but loopback can be reached.
   if (to.family() == device.address.family() && device.address.is_loopback() == to.is_loopback()) {
     Set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
@@ -114,13 +115,14 @@ absl::StatusOr<int> StartConnect(const Device& device, const IpEndpoint& to) {
   return fd;
 }
 
-void SetLaneOptions(int fd) {
+void SetLaneOptions(int fd, absl::Duration unacknowledged_limit) {
   Set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, 2);
   Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1);
   Set(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 10000);  // ms
+  Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT,
+      static_cast<int>(absl::ToInt64Milliseconds(unacknowledged_limit)));
 }
 
 void SetDscp(int fd, uint8_t value) {

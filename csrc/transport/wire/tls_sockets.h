@@ -19,10 +19,12 @@ struct Listener {
 absl::StatusOr<Listener> OpenListener(const Device& device, PortRange ports);
 
 // A socket that is connecting to `to`, from the device's address where that can work.
-absl::StatusOr<int> StartConnect(const Device& device, const IpEndpoint& to);
+absl::StatusOr<int> StartConnect(const Device& device, const IpEndpoint& to,
+                                 absl::Duration unacknowledged_limit);
 
-// Small segments at once; dead paths and peers that read nothing noticed within about 10 s.
-void SetLaneOptions(int fd);
+// Small segments at once; dead paths and peers that read nothing are noticed when nothing was
+// acknowledged for that long.
+void SetLaneOptions(int fd, absl::Duration unacknowledged_limit);
 
 // Marks what is sent from now on (RFC 2474). Hosts and networks may refuse or ignore it.
 void SetDscp(int fd, uint8_t value);

@@ -42,7 +42,8 @@ absl::StatusOr<std::string> UcxWireImpl::Listen(WireEvents* events) {
   fork_guard_ = std::make_unique<ForkGuard>();
 
   const auto signals_before = SignalDispositions();
-  GM_ASSIGN_OR_RETURN(ucx_, UcxWorker::Open(device_, options_.ports));
+  GM_ASSIGN_OR_RETURN(ucx_,
+                      UcxWorker::Open(device_, options_.ports, options_.unacknowledged_limit));
   WarnAboutEnvironment(signals_before);
   worker_ = ucx_->get();
   event_fd_ = ucx_->event_fd();

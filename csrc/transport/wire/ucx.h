@@ -19,6 +19,7 @@ namespace geomesh::transport {
 struct UcxWireOptions {
   DeviceOptions device;
   PortRange ports;  // of the listening socket: the only port others need to reach
+  absl::Duration unacknowledged_limit = kUnacknowledgedLimit;
 };
 
 struct UcxWireStats {

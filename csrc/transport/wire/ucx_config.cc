@@ -27,7 +27,8 @@ struct Setting {
   bool optional = false;  // not in every UCX from 1.13 on
 };
 
-std::vector<Setting> Settings(const Device& device, uint16_t port) {
+std::vector<Setting> Settings(const Device& device, uint16_t port,
+                              absl::Duration unacknowledged_limit) {
   const bool v6 = device.address.family() == AF_INET6;
   return {
       {"TLS", "tcp"},
@@ -45,7 +46,7 @@ std::vector<Setting> Settings(const Device& device, uint16_t port) {
       {"TCP_KEEPIDLE", "2s"},
       {"TCP_KEEPINTVL", "1s"},
       {"TCP_KEEPCNT", "3"},
-      {"TCP_USER_TIMEOUT", "10s"},
+      {"TCP_USER_TIMEOUT", absl::StrCat(absl::ToInt64Milliseconds(unacknowledged_limit), "ms")},
       // Set, if only to the default, so that the environment cannot: fixed buffers stop the
       // kernel's autotuning, which long paths need.
       {"TCP_SNDBUF", "auto"},
@@ -91,14 +92,15 @@ absl::Status UcxStatus(ucs_status_t status, absl::string_view what) {
   }
 }
 
-absl::StatusOr<ucp_context_h> MakeUcxContext(const Device& device, uint16_t port) {
+absl::StatusOr<ucp_context_h> MakeUcxContext(const Device& device, uint16_t port,
+                                             absl::Duration unacknowledged_limit) {
   ucp_config_t* config = nullptr;
   if (ucs_status_t status = ucp_config_read(nullptr, nullptr, &config); status != UCS_OK) {
     return UcxStatus(status, absl::StrCat("reading UCX's configuration (a UCX_* variable or "
                                           "ucx.conf has a value that it refuses: ",
                                           TakeLastUcxComplaint(), ")"));
   }
-  for (const Setting& setting : Settings(device, port)) {
+  for (const Setting& setting : Settings(device, port, unacknowledged_limit)) {
     absl::string_view name = setting.name;
     // Before 1.17, UCX looks for a transport's settings without the transport's name, and its
     // setter of SYN_CNT writes over the setting behind it.

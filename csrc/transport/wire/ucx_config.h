@@ -22,7 +22,8 @@ inline constexpr uint32_t kUcxTxSegmentBytes = 8 << 10;
 inline constexpr uint32_t kUcxRxSegmentBytes = 264 << 10;
 
 // A context for one device, listening (once it has a worker) on `port` (0: any).
-absl::StatusOr<ucp_context_h> MakeUcxContext(const Device& device, uint16_t port);
+absl::StatusOr<ucp_context_h> MakeUcxContext(const Device& device, uint16_t port,
+                                             absl::Duration unacknowledged_limit);
 
 // "Connection reset by remote peer" and the like, under our code for it.
 absl::Status UcxStatus(ucs_status_t status, absl::string_view what);

@@ -38,6 +38,8 @@ class UcxWireImpl final : public UcxWire {
   ~UcxWireImpl() override;
 
   absl::string_view name() const override { return "ucx"; }
+  // UCX finds connections by their order: of several that come late, the wrong ones were closed.
+  bool DialsApart() const override { return false; }
   absl::StatusOr<std::string> Listen(WireEvents* events) override;
   std::unique_ptr<Knock> KnockAt(absl::string_view address) const override;
   absl::StatusOr<LaneId> Dial(absl::string_view address, absl::string_view peer, int lanes,

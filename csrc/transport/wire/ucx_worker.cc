@@ -36,8 +36,9 @@ std::string At(const Device& device, uint16_t port) {
 
 // UCX picks ports of a range at random until one is free, for ever if none is: so it is given one
 // port at a time.
-absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Open(const Device& device, PortRange ports) {
-  if (ports.any()) return OpenPort(device, 0);
+absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Open(const Device& device, PortRange ports,
+                                                           absl::Duration unacknowledged_limit) {
+  if (ports.any()) return OpenPort(device, 0, unacknowledged_limit);
   const int count = ports.last - ports.first + 1;
   const int start = static_cast<int>(std::random_device()() % count);
   for (int i = 0; i < count; ++i) {
@@ -50,7 +51,7 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Open(const Device& device,
           absl::StrCat("listening on ", At(device, candidate.port()), " of the range ",
                        ports.ToString(), ": ", std::strerror(error)));
     }
-    auto worker = OpenPort(device, candidate.port());
+    auto worker = OpenPort(device, candidate.port(), unacknowledged_limit);
     // Taken by another process since the probe?
     if (!worker.ok() && WhyNotFree(candidate) == EADDRINUSE) continue;
     return worker;
@@ -60,13 +61,13 @@ absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Open(const Device& device,
                                                    ": each is in use; widen GEOMESH_PORTS"));
 }
 
-absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::OpenPort(const Device& device,
-                                                               uint16_t port) {
+absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::OpenPort(
+    const Device& device, uint16_t port, absl::Duration unacknowledged_limit) {
   absl::flat_hash_set<ino_t> before;
   ForEachTcpSocket([&](const SocketInfo& s) { before.insert(s.ref.inode); });
 
   std::unique_ptr<UcxWorker> self(new UcxWorker);
-  GM_ASSIGN_OR_RETURN(self->context_, MakeUcxContext(device, port));
+  GM_ASSIGN_OR_RETURN(self->context_, MakeUcxContext(device, port, unacknowledged_limit));
   ucp_worker_params_t params = {};
   params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   params.thread_mode = UCS_THREAD_MODE_SERIALIZED;  // the engine's turn goes from thread to thread

@@ -17,7 +17,8 @@ namespace geomesh::transport {
 class UcxWorker {
  public:
   // Listening on return. Errors name the device and the address, port or range that did not work.
-  static absl::StatusOr<std::unique_ptr<UcxWorker>> Open(const Device& device, PortRange ports);
+  static absl::StatusOr<std::unique_ptr<UcxWorker>> Open(const Device& device, PortRange ports,
+                                                         absl::Duration unacknowledged_limit);
   ~UcxWorker();
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
@@ -30,7 +31,8 @@ class UcxWorker {
 
  private:
   UcxWorker() = default;
-  static absl::StatusOr<std::unique_ptr<UcxWorker>> OpenPort(const Device& device, uint16_t port);
+  static absl::StatusOr<std::unique_ptr<UcxWorker>> OpenPort(const Device& device, uint16_t port,
+                                                             absl::Duration unacknowledged_limit);
 
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;

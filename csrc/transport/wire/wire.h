@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 
 namespace geomesh::transport {
@@ -31,6 +32,10 @@ enum class PostToken : uint64_t {};
 inline constexpr size_t kMaxSegmentPayloadBytes = 256 * 1024;
 inline constexpr size_t kMaxSegmentHeaderBytes = 128;
 inline constexpr size_t kMaxHelloBytes = 256;
+
+// For how long a lane may go without any of it being acknowledged: then TCP gives it up. The
+// engine's heartbeats are sooner where a process is told so, and alone see one that stands still.
+inline constexpr absl::Duration kUnacknowledgedLimit = absl::Seconds(10);
 
 // What a lane carries, for networks that treat packets by their marks.
 enum class Traffic : uint8_t { kBulk, kUrgent };
@@ -95,6 +100,9 @@ class Wire {
   // when the blob is damaged or its wire settings differ from ours.
   virtual absl::StatusOr<LaneId> Dial(absl::string_view address, absl::string_view peer, int lanes,
                                       absl::Span<const std::byte> hello) = 0;
+
+  // Whether a dial that takes long, for a path that is gone, leaves the lanes that are there alone.
+  virtual bool DialsApart() const { return true; }
 
   // Asks at an address that Dial would take. Null where the wire has no such question.
   virtual std::unique_ptr<Knock> KnockAt(absl::string_view address) const { return nullptr; }
