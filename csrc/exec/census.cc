@@ -96,7 +96,7 @@ void Census::Forget(uint64_t sequence) {
 std::string Census::Report(uint64_t sequence) const {
   if (sequence_ != sequence || sequence == 0) return "";
   const Posted own = Find(sequence);
-  std::vector<std::string> behind, different, silent;
+  std::vector<std::string> behind, different, other_sizes, silent;
   for (size_t rank = 0; rank < peers_.size(); ++rank) {
     if (rank == rank_) continue;
     const std::string who = engine_->DescribePeer(peers_[rank]);
@@ -111,6 +111,8 @@ std::string Census::Report(uint64_t sequence) const {
     } else if (answer->asked.sequence == sequence && answer->asked.fingerprint != own.fingerprint) {
       different.push_back(absl::StrFormat("%s: %s, fingerprint %08x", who, answer->asked.operation,
                                           answer->asked.fingerprint));
+    } else if (answer->asked.sequence == sequence && answer->asked.operation != own.operation) {
+      other_sizes.push_back(absl::StrCat(who, ": ", answer->asked.operation));
     }
   }
   std::string text;
@@ -129,6 +131,10 @@ std::string Census::Report(uint64_t sequence) const {
                        own.fingerprint),
        different);
   list("not known (no answer) of ", silent);
+  // Where they may differ by rank, but not all that is called together fits.
+  if (text.empty()) {
+    list(absl::StrCat("here: ", own.operation, "; with other sizes on "), other_sizes);
+  }
   if (text.empty()) return "; all ranks have called it alike";
   return text;
 }

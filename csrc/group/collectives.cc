@@ -591,6 +591,10 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::alltoall_base(at::Tensor& output,
   CheckApart(op.work.operation, output, input);
   op.call.input = blocks(op.staging->Source(input), input_splits, "input");
   op.call.output = blocks(op.staging->Sink(output), output_splits, "output");
+  const size_t own = static_cast<size_t>(rank_);
+  TORCH_CHECK(op.call.input[own].elements == op.call.output[own].elements, op.work.operation,
+              ": of this rank's own part, the input's split has ", op.call.input[own].elements,
+              " bytes, the output's ", op.call.output[own].elements);
   op.shape = {.collective = Collective::kAllToAll, .bytes = 0};
   op.fingerprint.Add(static_cast<uint64_t>(input.scalar_type()));
   return Launch(std::move(op), opts.timeout);

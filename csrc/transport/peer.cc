@@ -242,6 +242,7 @@ void Peer::MaybeFinish(const OutMessagePtr& message) {
 }
 
 void Peer::KeepUnacknowledged(const OutMessage* message) {
+  if (lanes_.size() < 2 && !host_->wire().DialsApart()) return;  // never replaced
   const uint64_t segments = SegmentCount(message->bytes.size());
   for (const auto& lane : lanes_) {
     // A short message is on one lane, and was posted lately.
