@@ -153,9 +153,7 @@ def wrong_calls() -> None:
     with pytest.raises(RuntimeError, match=r"add up to 3"):
         dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 1], [2, 2])
     own = [[1, 1], [2, 0]] if dist.get_rank() == 0 else [[1, 1], [0, 2]]
-    with pytest.raises(
-        RuntimeError, match=r"own part, .* has 8 bytes, the output's 4"
-    ):
+    with pytest.raises(RuntimeError, match=r"own part, .* has 8 bytes, the output's 4"):
         dist.all_to_all_single(torch.ones(2), torch.ones(2), *own)
     value = torch.ones(3)
     dist.all_reduce(value)
