@@ -149,7 +149,7 @@ class FakeWire : public Wire {
         event.status = absl::UnavailableError(absl::StrCat("connection refused by ", to));
         Schedule(now, std::move(event));
       }
-    } else if (!network_->ignore_dials[to]) {
+    } else if (!frozen_ && !network_->ignore_dials[to]) {  // a stopped process dials nobody
       Event event(Event::Kind::kAccepted, call.front(), 1);
       event.call = call;
       target->second->Schedule(now + Nanoseconds(network_->link.delay), std::move(event));
