@@ -15,8 +15,9 @@ constexpr double kWorthwhile = 1.1;
 // one, and at once.
 constexpr absl::Duration kLongRoundTrip = absl::Milliseconds(50);
 constexpr int kLongPathLanes = 8;
-// Paths change: then it is tried again.
+// Paths change: it is looked at again, and tried where throughput has.
 constexpr absl::Duration kSettledFor = absl::Minutes(1);
+constexpr double kFallen = 0.5;
 
 }  // namespace
 
@@ -24,6 +25,11 @@ void LaneTuner::Begin(Instant now, uint64_t delivered_bytes) {
   measuring_ = true;
   begin_ = now;
   bytes_at_begin_ = delivered_bytes;
+}
+
+void LaneTuner::Settle(Instant now) {
+  settled_ = true;
+  settled_at_ = now;
 }
 
 int LaneTuner::Update(Instant now, uint64_t delivered_bytes, bool limited, absl::Duration rtt) {
@@ -35,6 +41,7 @@ int LaneTuner::Update(Instant now, uint64_t delivered_bytes, bool limited, absl:
     Begin(now, delivered_bytes);
     if (rtt >= kLongRoundTrip && !settled_ && lanes_ < kLongPathLanes) {
       lanes_ = std::min(kLongPathLanes, most_);
+      ramping_ = true;
     }
     return lanes_;
   }
@@ -44,14 +51,23 @@ int LaneTuner::Update(Instant now, uint64_t delivered_bytes, bool limited, absl:
   const double rate =
       static_cast<double>(delivered_bytes - bytes_at_begin_) / absl::ToDoubleSeconds(passed);
   Begin(now, delivered_bytes);
-  if (settled_ && Between(settled_at_, now) >= kSettledFor) settled_ = false, best_bytes_per_s_ = 0;
-  if (settled_ || lanes_ >= most_) return lanes_;
-  if (rate > kWorthwhile * best_bytes_per_s_) {
+  const bool grows = rate > kWorthwhile * best_bytes_per_s_;
+  if (ramping_) {
+    // Still more lanes would be in the way of these, whose slow starts are under way. Whether they
+    // help is for later, with nothing to compare with yet.
+    ramping_ = grows;
+    best_bytes_per_s_ = grows ? rate : 0;
+    if (!grows) Settle(now);
+    return lanes_;
+  }
+  if (lanes_ >= most_ || (settled_ && Between(settled_at_, now) < kSettledFor)) return lanes_;
+  if (grows) {
+    settled_ = false;
     best_bytes_per_s_ = rate;
     lanes_ = std::min(2 * lanes_, most_);
   } else {
-    settled_ = true;
-    settled_at_ = now;
+    if (rate < kFallen * best_bytes_per_s_) best_bytes_per_s_ = rate;
+    Settle(now);
   }
   return lanes_;
 }

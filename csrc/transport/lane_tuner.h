@@ -16,8 +16,8 @@ class LaneTuner {
 
   // Called often while something is sent. `delivered_bytes`: so far, over all lanes. `limited`: as
   // many lanes as there should be carry what they may, and more waits; only time spent so says
-  // something. Returns how many
-  // lanes there should be: more than before at most once a few round trips.
+  // something. Returns how many lanes there should be: more than before at most once a few round
+  // trips.
   int Update(Instant now, uint64_t delivered_bytes, bool limited, absl::Duration rtt);
 
   int lanes() const { return lanes_; }
@@ -26,9 +26,11 @@ class LaneTuner {
 
  private:
   void Begin(Instant now, uint64_t delivered_bytes);
+  void Settle(Instant now);
 
   int lanes_;
   const int most_;
+  bool ramping_ = false;  // several lanes were added at once
   bool settled_ = false;
   bool measuring_ = false;
   Instant begin_;

@@ -317,11 +317,20 @@ TEST(LaneTunerTest, LongPathsGetSeveralAtOnceWhereTheyAreTheLimit) {
   const auto grows = [](int lanes) { return 1e6 * lanes; };
   EXPECT_EQ(tuned.Run(absl::Seconds(5), grows, /*limited=*/false), 2);
   EXPECT_EQ(tuned.Run(absl::Milliseconds(10), grows), 8);
-  EXPECT_EQ(tuned.Run(absl::Milliseconds(590), grows), 8);  // an epoch: three round trips
-  EXPECT_EQ(tuned.Run(absl::Milliseconds(30), grows), 16);
+  // No more while these are starting, nor as soon as they have.
+  EXPECT_EQ(tuned.Run(absl::Seconds(30), grows), 8);
+  EXPECT_EQ(tuned.Run(absl::Minutes(1), grows), 16);
   LaneTuner few(2, 4);
   few.Update(kStart, 0, true, tuned.rtt);
   EXPECT_EQ(few.lanes(), 4);
+}
+
+TEST(LaneTunerTest, AsManyAsHelpAreEnoughForAsLongAsNothingChanges) {
+  Tuned tuned;
+  EXPECT_EQ(tuned.Run(absl::Minutes(10), [](int) { return 1e6; }), 4);
+  // A path that became slow, and then quick with many.
+  EXPECT_EQ(tuned.Run(absl::Minutes(3), [](int) { return 1e5; }), 4);
+  EXPECT_EQ(tuned.Run(absl::Minutes(3), [](int lanes) { return 1e5 * lanes; }), 16);
 }
 
 TEST(LaneTunerTest, TriesAgainWhenThePathMayHaveChanged) {
