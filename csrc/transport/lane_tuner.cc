@@ -53,11 +53,11 @@ int LaneTuner::Update(Instant now, uint64_t delivered_bytes, bool limited, absl:
   Begin(now, delivered_bytes);
   const bool grows = rate > kWorthwhile * best_bytes_per_s_;
   if (ramping_) {
-    // Still more lanes would be in the way of these, whose slow starts are under way. Whether they
-    // help is for later, with nothing to compare with yet.
+    // Still more lanes would be in the way of these, whose slow starts are under way: they are
+    // tried when those are over.
     ramping_ = grows;
-    best_bytes_per_s_ = grows ? rate : 0;
-    if (!grows) Settle(now);
+    best_bytes_per_s_ = rate;
+    if (!grows) lanes_ = std::min(2 * lanes_, most_);
     return lanes_;
   }
   if (lanes_ >= most_ || (settled_ && Between(settled_at_, now) < kSettledFor)) return lanes_;

@@ -317,9 +317,9 @@ TEST(LaneTunerTest, LongPathsGetSeveralAtOnceWhereTheyAreTheLimit) {
   const auto grows = [](int lanes) { return 1e6 * lanes; };
   EXPECT_EQ(tuned.Run(absl::Seconds(5), grows, /*limited=*/false), 2);
   EXPECT_EQ(tuned.Run(absl::Milliseconds(10), grows), 8);
-  // No more while these are starting, nor as soon as they have.
-  EXPECT_EQ(tuned.Run(absl::Seconds(30), grows), 8);
-  EXPECT_EQ(tuned.Run(absl::Minutes(1), grows), 16);
+  // No more while these are starting: two epochs of three round trips, the second no quicker.
+  EXPECT_EQ(tuned.Run(absl::Milliseconds(1190), grows), 8);
+  EXPECT_EQ(tuned.Run(absl::Milliseconds(30), grows), 16);
   LaneTuner few(2, 4);
   few.Update(kStart, 0, true, tuned.rtt);
   EXPECT_EQ(few.lanes(), 4);
