@@ -99,11 +99,17 @@ void ProcessGroupGeoMesh::Connect(std::vector<transport::PeerRecord> records, ui
   Check(topology.status());
   auto plans = std::make_shared<plan::PlanCache>(*std::move(topology), rank_);
 
-  process_->CountRanksHere(static_cast<int>(
+  std::shared_ptr<Process> process;  // before the executor that runs on it
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (shut_) Throw(Usable());
+    process = process_;
+  }
+  process->CountRanksHere(static_cast<int>(
       std::count_if(records.begin(), records.end(), [&](const transport::PeerRecord& record) {
         return record.host == records[static_cast<size_t>(rank_)].host;
       })));
-  transport::Engine& engine = process_->engine();
+  transport::Engine& engine = process->engine();
   absl::StatusOr<std::vector<transport::PeerId>> peers =
       engine.Call([&]() -> absl::StatusOr<std::vector<transport::PeerId>> {
         std::vector<transport::PeerId> ids;
@@ -118,7 +124,13 @@ void ProcessGroupGeoMesh::Connect(std::vector<transport::PeerRecord> records, ui
   auto executor = std::make_shared<exec::Executor>(&engine, channel, rank_, *std::move(peers),
                                                    [this] { OnFailed(); });
   hooks_->Renew();
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (shut_) {  // another thread has ended the group
+    lock.unlock();
+    executor->Disown();
+    lock.lock();
+    Throw(Usable());
+  }
   records_ = std::move(records);
   channel_ = channel;
   plans_ = std::move(plans);
@@ -171,13 +183,19 @@ c10d::ErrorType ProcessGroupGeoMesh::getError() {
 
 void ProcessGroupGeoMesh::abort() {
   if (forked()) return;
+  std::shared_ptr<Process> process;  // the group may end meanwhile, and in a hook
   std::shared_ptr<exec::Executor> executor;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    process = process_;
     executor = executor_;
   }
   if (executor == nullptr) return;  // the group has ended already
-  hooks_->RunAbort();
+  {
+    pending_->Begin();
+    const Pending::Foreign foreign(pending_);
+    hooks_->RunAbort();
+  }
   executor->Abort(
       absl::CancelledError(absl::StrCat("rank ", JobRank(rank_), " aborted the group")));
 }
@@ -219,8 +237,13 @@ void ProcessGroupGeoMesh::shutdown() {
                      interrupt  ? "an interrupt"
                      : aborting ? "an abort"
                                 : "GEOMESH_LINGER"));
-    executor_->Abort(
-        absl::CancelledError(absl::StrCat("rank ", JobRank(rank_), " has left the group")));
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::shared_ptr<exec::Executor> executor = executor_;
+    lock.unlock();
+    if (executor != nullptr) {  // else it is being configured anew, and they end by that
+      executor->Abort(
+          absl::CancelledError(absl::StrCat("rank ", JobRank(rank_), " has left the group")));
+    }
     pending_->AwaitOwn(absl::InfiniteFuture());
   }
   deadline = absl::Now() + (interrupt ? kHooksLimitAfterInterrupt : kHooksLimit);

@@ -156,6 +156,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reconfigure(const c10d::Reconfigu
   }
   if (rank < 0) refuse("this rank's own handle is not one of the ", records.size(), " given");
 
+  std::shared_ptr<Process> process;  // the group may end meanwhile
   std::shared_ptr<exec::Executor> before;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -163,6 +164,7 @@ ProcessGroupGeoMesh::Work ProcessGroupGeoMesh::reconfigure(const c10d::Reconfigu
     if (!reconfigured_.insert(opts.uuid).second) {
       refuse("uuid ", opts.uuid, " was used before on this group; each time takes a new one");
     }
+    process = process_;
     before = std::move(executor_);
   }
   if (before != nullptr) {
