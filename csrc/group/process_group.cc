@@ -433,7 +433,18 @@ void ProcessGroupGeoMesh::registerOnCompletionHook(
 }
 
 void ProcessGroupGeoMesh::waitForPendingWorks() {
-  while (!pending_->AwaitIdle(absl::Now() + absl::FromChrono(kInterruptPeriod))) CheckInterrupt();
+  // Operations end by their deadlines; hooks and callbacks have none, and may hang.
+  absl::Time limit = absl::InfiniteFuture();
+  while (!pending_->AwaitIdle(absl::Now() + absl::FromChrono(kInterruptPeriod))) {
+    CheckInterrupt();
+    if (pending_->own() > 0) {
+      limit = absl::InfiniteFuture();
+    } else if (limit == absl::InfiniteFuture()) {
+      limit = absl::Now() + kHooksLimit;
+    } else if (absl::Now() >= limit) {
+      return WarnOfHooks();
+    }
+  }
 }
 
 // ---- memory ----

@@ -134,7 +134,8 @@ def test_a_future_is_done_when_its_work_was_waited_for(backend: str) -> None:
 
 def ended_by(what: str) -> None:
     """The group ends in a callback of one of its own operations, or in its abort hook."""
-    group = dist.new_group() if what != "all groups" else None
+    everything = what in ("all groups", "abort hook of all")
+    group = None if everything else dist.new_group()
     ended, later = threading.Event(), threading.Event()
 
     def end(*_: object) -> None:
@@ -144,12 +145,12 @@ def ended_by(what: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.wait(["added"])
-        if what != "abort hook":
+        if not what.startswith("abort hook"):
             dist.all_reduce(torch.ones(5), group=group)
             dist.all_reduce(torch.ones(5), group=group)
         store.wait(["ended"])
         end()
-    elif what == "abort hook":
+    elif what.startswith("abort hook"):
         backend = backend_of(group)
         backend.register_abort_hook(1, end)
         dist.all_reduce(torch.ones(5), group=group, async_op=True)
@@ -164,13 +165,18 @@ def ended_by(what: str) -> None:
         assert later.wait(10)
     assert ended.wait(10)
     store.set("ended", "")
-    if what != "all groups":
+    if not everything:
         dist.barrier()  # the others go on
 
 
 @pytest.mark.parametrize(
     "what",
-    ["one group", "all groups", pytest.param("abort hook", marks=needs_torch(14, "abort hooks"))],
+    [
+        "one group",
+        "all groups",
+        pytest.param("abort hook", marks=needs_torch(14, "abort hooks")),
+        pytest.param("abort hook of all", marks=needs_torch(14, "abort hooks")),
+    ],
 )
 def test_a_callback_ends_its_own_group(what: str) -> None:
     run_ranks(2, ended_by, what)
@@ -189,13 +195,15 @@ def hung(what: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.wait(["added"])
-        if what == "callback":
+        if what != "abort hook":
             dist.all_reduce(torch.ones(5), group=group)
         store.wait(["ended"])
         return
     backend = backend_of(group)
     if what == "abort hook":
         backend.register_abort_hook(1, hang)
+    if what == "completion hook":
+        group._register_on_completion_hook(hang)
     work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
     if what == "callback":
         work.get_future().add_done_callback(hang)
@@ -219,7 +227,12 @@ def hung(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["callback", pytest.param("abort hook", marks=needs_torch(14, "abort hooks"))]
+    "what",
+    [
+        "callback",
+        "completion hook",
+        pytest.param("abort hook", marks=needs_torch(14, "abort hooks")),
+    ],
 )
 def test_code_that_hangs_does_not_keep_a_group_from_ending(what: str) -> None:
     run_ranks(2, hung, what)
